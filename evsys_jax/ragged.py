@@ -1,0 +1,403 @@
+"""Rollouts of any length as flat host arrays: one row per trainable sequence.
+
+`ragged_rows` is the only place where Python objects become arrays. It checks everything once, so
+that the kernels behind it need not, and it accounts for every token that it leaves out.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evsys_jax import reference
+from evsys_jax.account import TokenAccount
+
+RowKind: TypeAlias = Literal["turns", "merged"]
+MismatchPolicy: TypeAlias = Literal["error", "pad"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedRows:
+    """R rows laid end to end, and the table of the N trajectories that they come from.
+
+    A row holds whole sequences, not yet shifted. All arrays are numpy, on the host. L is the
+    number of tokens of all rows together.
+
+    Args:
+      tokens: [L] int32, prompt and completion of every row.
+      sampled: [L] bool, True where the policy wrote the token.
+      logprobs: [L] float32, the sampler's; 0.0 where `sampled` is off.
+      offsets: [R + 1] int64; row r is `[offsets[r], offsets[r + 1])` of the flat arrays.
+      row_trajectory: [R] int32, index into the trajectory table.
+      turn: [R] int32, index of the row's (first) turn in its trajectory.
+      trajectory_group: [N] int32, the group of each trajectory.
+      trajectory_in_group: [N] int32, its place in that group.
+      rewards: [N] float64; 0.0 where the trajectory neither votes nor trains.
+      votes: [N] bool, the reward enters the baseline.
+      trains: [N] bool, the tokens yield rows.
+      group_sizes: [G] int32, trajectories in each group as it was given.
+      rollout_ids: [N] texts from `metadata["rollout_id"]`, "" where there is none.
+      account: where every completion token went.
+      advantages: None, or [L] float32, one per token; stored rows carry theirs along.
+    """
+
+    tokens: NDArray[np.int32]
+    sampled: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    offsets: NDArray[np.int64]
+    row_trajectory: NDArray[np.int32]
+    turn: NDArray[np.int32]
+    trajectory_group: NDArray[np.int32]
+    trajectory_in_group: NDArray[np.int32]
+    rewards: NDArray[np.float64]
+    votes: NDArray[np.bool_]
+    trains: NDArray[np.bool_]
+    group_sizes: NDArray[np.int32]
+    rollout_ids: tuple[str, ...]
+    account: TokenAccount
+    advantages: NDArray[np.float32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.row_trajectory)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[R] tokens of each row; a row has one position less."""
+        return np.diff(self.offsets)
+
+    @property
+    def group(self) -> NDArray[np.int32]:
+        """[R] group of each row."""
+        return self.trajectory_group[self.row_trajectory]
+
+    @property
+    def trajectory(self) -> NDArray[np.int32]:
+        """[R] place of each row's trajectory in its group."""
+        return self.trajectory_in_group[self.row_trajectory]
+
+    def take(self, rows: ArrayLike) -> RaggedRows:
+        """Select rows, in the order asked for. The trajectory table stays whole, so that the
+        baseline of a group does not depend on which of its rows are at hand.
+
+        Args:
+          rows: [K] indices of rows.
+
+        Returns:
+          The K rows; their flat arrays are copies, or views where the rows are consecutive.
+        """
+        index = np.asarray(rows, dtype=np.int64)
+        lengths = self.lengths[index]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        if len(index) and np.array_equal(index, np.arange(index[0], index[0] + len(index))):
+            flat: slice | NDArray[np.int64] = slice(
+                self.offsets[index[0]], self.offsets[index[-1] + 1]
+            )
+        else:
+            flat = np.repeat(self.offsets[index] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        return replace(
+            self,
+            tokens=self.tokens[flat],
+            sampled=self.sampled[flat],
+            logprobs=self.logprobs[flat],
+            offsets=offsets,
+            row_trajectory=self.row_trajectory[index],
+            turn=self.turn[index],
+            advantages=None if self.advantages is None else self.advantages[flat],
+        )
+
+
+@dataclass
+class _Plan:
+    """What goes where, before anything is copied: rows as runs of pieces, read or written."""
+
+    pieces: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)  # None for a piece that was only read
+    lengths: list[int] = field(default_factory=list)
+    row_pieces: list[int] = field(default_factory=list)  # index of each row's first piece
+    row_trajectory: list[int] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
+
+    def begin_row(self, trajectory: int, turn: int) -> None:
+        """Open a row; the pieces that follow belong to it."""
+        self.row_pieces.append(len(self.pieces))
+        self.row_trajectory.append(trajectory)
+        self.turn.append(turn)
+
+    def add(self, piece: Any, logprobs: Any) -> None:
+        """Append a piece of tokens, with logprobs if the policy wrote it."""
+        self.pieces.append(piece)
+        self.logprobs.append(logprobs)
+        self.lengths.append(len(piece))
+
+
+def ragged_rows(
+    groups: Sequence[Any],
+    *,
+    rows: RowKind = "turns",
+    drop_constant: bool = False,
+    on_logprob_mismatch: MismatchPolicy = "error",
+) -> RaggedRows:
+    """Flatten groups into rows, in the order group, trajectory, turn.
+
+    Args:
+      groups: [G] groups; see `evsys_jax.rollouts`. Token fields may be lists or 1-D arrays.
+      rows: "turns" for one row per turn; "merged" joins consecutive turns whose prompt extends
+        everything before it, and begins a new row where it doesn't.
+      drop_constant: leave out the rows of groups in which all trajectories that vote or train
+        have one reward, since their advantage is zero. A group given with one trajectory stays.
+      on_logprob_mismatch: "error", or "pad" to fill up missing logprobs with 0.0 and cut
+        surplus ones, with a warning that counts the turns.
+
+    Returns:
+      The rows of all trajectories that train. Turns without completion and rows without a
+      position (one token and no prompt) yield none and are counted in `account`.
+
+    Raises:
+      ValueError: a token id outside [0, 2**31) or a logprob that is not finite, named by group,
+        trajectory, turn and index; other counts of logprobs than of completion tokens; a reward
+        that counts and is not a finite number.
+    """
+    reference.check_choice("rows", rows, ("turns", "merged"))
+    reference.check_choice("on_logprob_mismatch", on_logprob_mismatch, ("error", "pad"))
+    table = _trajectory_table(groups)
+    constant = _constant_groups(table) if drop_constant else np.zeros(len(groups), bool)
+    account, plan, padded = TokenAccount(), _Plan(), 0
+    for index, (g, n, trajectory) in enumerate(_trajectories(groups)):
+        generated = sum(len(turn.completion_tokens) for turn in trajectory.turns)
+        account.captured += generated
+        if not table["trains"][index]:
+            account.masked[mask_reason(trajectory)] += generated
+        elif constant[g]:
+            account.dropped["constant_group"] += generated
+            account.dropped_turns["constant_group"] += len(trajectory.turns)
+        else:
+            where = f"group {g}, trajectory {n}"
+            turns, changed = _completed_turns(trajectory, where, on_logprob_mismatch, account)
+            padded += changed
+            _plan_rows(plan, turns, index, rows == "merged", account)
+    if padded:
+        logger.warning("logprobs padded or cut to the completion's length in %d turns", padded)
+    flat = _fill(plan)
+    if flat is None:
+        raise _first_fault(groups, constant, on_logprob_mismatch)
+    untargeted = np.count_nonzero(flat["sampled"][flat["offsets"][:-1]])
+    account.trained = int(np.count_nonzero(flat["sampled"]) - untargeted)
+    return RaggedRows(**flat, **table, account=account)
+
+
+def mask_reason(trajectory: Any) -> str:
+    """Return why a trajectory does not train, as far as its metadata say."""
+    metadata = getattr(trajectory, "metadata", None)
+    reason = metadata.get("mask_reason") if isinstance(metadata, Mapping) else None
+    return str(reason or "not_training")
+
+
+def _trajectories(groups: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
+    """Yield (group, place in the group, trajectory)."""
+    for g, group in enumerate(groups):
+        for n, trajectory in enumerate(group.trajectories):
+            yield g, n, trajectory
+
+
+def _trajectory_table(groups: Sequence[Any]) -> dict[str, Any]:
+    """Read what the rows need to know about their trajectories, rewards checked."""
+    group, place, rewards, votes, trains, ids = [], [], [], [], [], []
+    for g, n, trajectory in _trajectories(groups):
+        group.append(g)
+        place.append(n)
+        votes.append(reference.votes(trajectory))
+        trains.append(reference.trains(trajectory))
+        live = votes[-1] or trains[-1]
+        where = f"group {g}, trajectory {n}"
+        rewards.append(reference.check_reward(trajectory.reward, where) if live else 0.0)
+        metadata = getattr(trajectory, "metadata", None)
+        named = metadata.get("rollout_id") if isinstance(metadata, Mapping) else None
+        ids.append("" if named is None else str(named))
+    return {
+        "trajectory_group": np.array(group, np.int32),
+        "trajectory_in_group": np.array(place, np.int32),
+        "rewards": np.array(rewards, np.float64),
+        "votes": np.array(votes, bool),
+        "trains": np.array(trains, bool),
+        "group_sizes": np.array([len(group.trajectories) for group in groups], np.int32),
+        "rollout_ids": tuple(ids),
+    }
+
+
+def _constant_groups(table: dict[str, Any]) -> NDArray[np.bool_]:
+    """Tell for each group whether all its live members have one reward, [G] bool."""
+    live = table["votes"] | table["trains"]
+    sizes = table["group_sizes"]
+    low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
+    np.minimum.at(low, table["trajectory_group"][live], table["rewards"][live])
+    np.maximum.at(high, table["trajectory_group"][live], table["rewards"][live])
+    constant: NDArray[np.bool_] = (low == high) & (sizes > 1)
+    return constant
+
+
+def _completed_turns(
+    trajectory: Any, where: str, on_mismatch: MismatchPolicy, account: TokenAccount
+) -> tuple[list[tuple[int, Any, Any, Any]], int]:
+    """Return (k, prompt, completion, logprobs) of each turn that sampled, and the count padded."""
+    turns, padded = [], 0
+    for k, turn in enumerate(trajectory.turns):
+        completion, logprobs = turn.completion_tokens, turn.logprobs
+        if len(logprobs) != len(completion):
+            logprobs, _ = reference.match_logprobs(turn, f"{where}, turn {k}", on_mismatch)
+            padded += 1
+        if len(completion):
+            turns.append((k, turn.prompt_tokens, completion, logprobs))
+        else:
+            account.dropped_turns["empty_completion"] += 1
+    return turns, padded
+
+
+def _plan_rows(
+    plan: _Plan,
+    turns: list[tuple[int, Any, Any, Any]],
+    trajectory: int,
+    merge: bool,
+    account: TokenAccount,
+) -> None:
+    """Add the rows of one trajectory to the plan; count what has no place in one."""
+    spans: list[list[int]] = []  # turns [first, last) of each row
+    for i, (_, prompt, _, _) in enumerate(turns):
+        if merge and i and _extends(prompt, turns[i - 1][1], turns[i - 1][2]):
+            spans[-1][1] = i + 1
+        else:
+            spans.append([i, i + 1])
+    for first, last in spans:
+        if len(turns[first][1]) == 0:
+            # Nothing comes before the first token, so nothing can predict it.
+            account.dropped["no_context"] += 1
+            if len(turns[last - 1][1]) + len(turns[last - 1][2]) == 1:
+                account.dropped_turns["no_context"] += 1
+                continue
+        plan.begin_row(trajectory, turns[first][0])
+        known = 0
+        for _, prompt, completion, logprobs in turns[first:last]:
+            plan.add(prompt[known:] if known else prompt, None)
+            plan.add(completion, logprobs)
+            known = len(prompt) + len(completion)
+
+
+def _extends(prompt: Any, before: Any, completion: Any) -> bool:
+    """Tell whether a prompt begins with the last turn's prompt and completion."""
+    middle, end = len(before), len(before) + len(completion)
+    if len(prompt) < end:
+        return False
+    if isinstance(prompt, list) and isinstance(before, list) and isinstance(completion, list):
+        return prompt[:middle] == before and prompt[middle:end] == completion
+    whole, head, tail = np.asarray(prompt), np.asarray(before), np.asarray(completion)
+    if _address(whole) == _address(head) and _address(tail) == _address(whole) + 4 * middle:
+        return True  # views into one array of int32, as a capture build hands them out
+    return np.array_equal(whole[:middle], head) and np.array_equal(whole[middle:end], tail)
+
+
+def _address(array: NDArray[Any]) -> int:
+    """Return where a contiguous int32 array begins in memory; something unequal for others."""
+    plain = array.dtype == np.int32 and array.flags.c_contiguous
+    return array.__array_interface__["data"][0] if plain else id(array)
+
+
+def _fill(plan: _Plan) -> dict[str, Any] | None:
+    """Copy all pieces into flat arrays; None where some value is not what it must be."""
+    lengths = np.array(plan.lengths, np.int64)
+    ends = np.cumsum(lengths)
+    starts = (ends - lengths).tolist()
+    total = int(ends[-1]) if len(ends) else 0
+    tokens = np.empty(total, np.int32)
+    logprobs = np.zeros(total, np.float32)
+    try:
+        with np.errstate(over="ignore"):
+            for piece, start, length in zip(plan.pieces, starts, plan.lengths, strict=True):
+                _copy_tokens(piece, tokens, start, length)
+            for piece, start, length in zip(plan.logprobs, starts, plan.lengths, strict=True):
+                if piece is not None:
+                    _copy_logprobs(piece, logprobs, start, length)
+    except (struct.error, ValueError, TypeError, OverflowError):
+        return None
+    if tokens.size and (tokens.min() < 0 or not np.isfinite(logprobs).all()):
+        return None
+    if _hides_bool(plan, tokens, starts):
+        return None
+    read = np.array([piece is None for piece in plan.logprobs], bool)
+    return {
+        "tokens": tokens,
+        "sampled": np.repeat(~read, lengths),
+        "logprobs": logprobs,
+        "offsets": np.append(np.array(starts, np.int64)[plan.row_pieces], total),
+        "row_trajectory": np.array(plan.row_trajectory, np.int32),
+        "turn": np.array(plan.turn, np.int32),
+    }
+
+
+def _copy_tokens(piece: Any, out: NDArray[np.int32], start: int, length: int) -> None:
+    """Write token ids into `out`; raise at what int32 cannot hold or what is no integer."""
+    if not length:
+        return
+    if isinstance(piece, list | tuple):
+        # struct checks type and range in C and is the fastest way from ints to memory.
+        struct.pack_into(f"{length}i", out.data, 4 * start, *piece)
+        return
+    array = np.asarray(piece)
+    if array.dtype == object:
+        struct.pack_into(f"{length}i", out.data, 4 * start, *array.tolist())
+        return
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError("token ids must be a list or a 1-D array of integers")
+    if array.dtype != np.int32 and not (
+        0 <= int(array.min()) and int(array.max()) < reference.TOKEN_LIMIT
+    ):
+        raise ValueError("token ids must lie in [0, 2**31)")
+    out[start : start + length] = array
+
+
+def _copy_logprobs(piece: Any, out: NDArray[np.float32], start: int, length: int) -> None:
+    """Write logprobs into `out`, rounded to float32; raise at what is no number."""
+    if not isinstance(piece, list | tuple):
+        array = np.asarray(piece)
+        if array.ndim == 1 and array.dtype.kind in "fiu":
+            out[start : start + length] = array
+            return
+        piece = array.tolist()
+    if bool in set(map(type, piece)):
+        raise ValueError("a logprob is a number, not a bool")
+    struct.pack_into(f"{length}f", out.data, 4 * start, *piece)
+
+
+def _hides_bool(plan: _Plan, tokens: NDArray[np.int32], starts: list[int]) -> bool:
+    """Tell whether a list holds True or False, which C takes for 1 and 0."""
+    suspects = np.flatnonzero(tokens <= 1)
+    owners = np.searchsorted(starts, suspects, side="right") - 1
+    return any(
+        isinstance(plan.pieces[owner], list | tuple)
+        and isinstance(plan.pieces[owner][suspect - starts[owner]], bool)
+        for suspect, owner in zip(suspects.tolist(), owners.tolist(), strict=True)
+    )
+
+
+def _first_fault(
+    groups: Sequence[Any], constant: NDArray[np.bool_], on_mismatch: MismatchPolicy
+) -> ValueError:
+    """Find the value that stopped `_fill`, one turn at a time, and return the error for it."""
+    for g, n, trajectory in _trajectories(groups):
+        if constant[g] or not reference.trains(trajectory):
+            continue
+        for k, turn in enumerate(trajectory.turns):
+            where = f"group {g}, trajectory {n}, turn {k}"
+            try:
+                logprobs, _ = reference.match_logprobs(turn, where, on_mismatch)
+                if len(turn.completion_tokens):
+                    reference.check_turn(turn, logprobs, where)
+            except ValueError as error:
+                return error
+    return ValueError("token ids and logprobs must be lists or 1-D arrays of plain numbers")

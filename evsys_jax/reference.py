@@ -1,0 +1,328 @@
+"""The plain reference: lists and loops, one turn at a time, the definition of right.
+
+Nothing here is fast and nothing here is an array. Every kernel of the package is held to these
+functions on generated cases, `evsys-jax verify` runs them on a user's own rollouts, and the
+benchmarks take them as their baseline. Python floats are float64; whoever stores a result as
+float32 rounds it once, at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+TOKEN_LIMIT = 2**31
+"""Token ids are int32 on the device: an id at or above this would wrap silently."""
+
+FLOAT32_LIMIT = float.fromhex("0x1.ffffffp+127")
+"""The first magnitude that rounds to infinity in float32."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training row as lists, target-aligned: position i holds input i and target i + 1.
+
+    Args:
+      input_tokens: [T] ints.
+      target_tokens: [T] ints, the input shifted by one.
+      logprobs: [T] floats, the sampler's; 0.0 where the target was not sampled.
+      advantages: [T] floats; 0.0 where the target was not sampled.
+      mask: [T] bools, True where the target was sampled.
+      group: index of the group the row comes from.
+      trajectory: index of the trajectory in its group.
+      turn: index of the turn in its trajectory (of merged turns the first).
+    """
+
+    input_tokens: list[int]
+    target_tokens: list[int]
+    logprobs: list[float]
+    advantages: list[float]
+    mask: list[bool]
+    group: int
+    trajectory: int
+    turn: int
+
+
+@dataclass
+class TokenSequence:
+    """The tokens of one row before the shift, each with what is known about it."""
+
+    turn: int
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the policy was given."""
+        self.tokens += tokens
+        self.sampled += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+
+    def write(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append tokens that the policy sampled."""
+        self.tokens += tokens
+        self.sampled += [True] * len(tokens)
+        self.logprobs += logprobs
+
+
+def compute_advantages(
+    trajectory_groups: Sequence[Any], *, normalize: bool = True
+) -> list[list[float]]:
+    """Return one advantage per trajectory: its reward minus the mean of its group's voters.
+
+    A group given with one trajectory keeps the raw reward. A group in which masking has left one
+    voter gives that voter 0.0. A constant group gives exact zeros, since rewards are centred on
+    the first voter before they are averaged. Where nobody votes there is no baseline: 0.0.
+
+    Args:
+      trajectory_groups: [G] groups; see `evsys_jax.rollouts`.
+      normalize: False returns the rewards as they are.
+
+    Returns:
+      [G][N_g] floats. A trajectory that neither votes nor trains gets 0.0, and its reward is
+      not looked at.
+
+    Raises:
+      ValueError: a reward that counts is not a finite number.
+    """
+    advantages = []
+    for g, group in enumerate(trajectory_groups):
+        rewards: list[float | None] = []
+        voters: list[float] = []
+        for n, trajectory in enumerate(group.trajectories):
+            if not is_live(trajectory):
+                rewards.append(None)
+                continue
+            reward = check_reward(trajectory.reward, f"group {g}, trajectory {n}")
+            rewards.append(reward)
+            if votes(trajectory):
+                voters.append(reward)
+        if normalize and len(rewards) > 1:
+            first = voters[0] if voters else 0.0
+            mean = math.fsum(reward - first for reward in voters) / max(len(voters), 1)
+            rewards = [
+                None if reward is None or not voters else (reward - first) - mean
+                for reward in rewards
+            ]
+        advantages.append([0.0 if reward is None else reward for reward in rewards])
+    return advantages
+
+
+def compute_trajectory_metrics(groups: Sequence[Any]) -> dict[str, float]:
+    """Roll the rewards of all voters up into a flat dictionary.
+
+    Args:
+      groups: [G] groups; see `evsys_jax.rollouts`.
+
+    Returns:
+      `reward/mean`, `reward/std` (population), `reward/n_trajectories` (voters),
+      `reward/n_groups`, and `reward/n_masked` (trajectories that do not vote) where there are
+      any. Empty where nobody votes.
+
+    Raises:
+      ValueError: the reward of a voter is not a finite number.
+    """
+    rewards, masked = [], 0
+    for g, group in enumerate(groups):
+        for n, trajectory in enumerate(group.trajectories):
+            if votes(trajectory):
+                rewards.append(check_reward(trajectory.reward, f"group {g}, trajectory {n}"))
+            else:
+                masked += 1
+    if not rewards:
+        return {}
+    offsets = [reward - rewards[0] for reward in rewards]
+    mean = math.fsum(offsets) / len(offsets)
+    variance = math.fsum((offset - mean) ** 2 for offset in offsets) / len(offsets)
+    metrics = {
+        "reward/mean": rewards[0] + mean,
+        "reward/std": math.sqrt(variance),
+        "reward/n_trajectories": float(len(rewards)),
+        "reward/n_groups": float(len(groups)),
+    }
+    if masked:
+        metrics["reward/n_masked"] = float(masked)
+    return metrics
+
+
+def training_rows(
+    trajectory_groups: Sequence[Any],
+    advantages: Sequence[Sequence[float]],
+    *,
+    rows: str = "turns",
+    on_logprob_mismatch: str = "error",
+) -> list[Row]:
+    """Flatten groups into training rows, in the order group, trajectory, turn.
+
+    Args:
+      trajectory_groups: [G] groups; see `evsys_jax.rollouts`.
+      advantages: [G][N_g] floats, one per trajectory.
+      rows: "turns" for one row per turn; "merged" joins consecutive turns whose prompt extends
+        everything before it.
+      on_logprob_mismatch: "error", or "pad" to fill up missing logprobs with 0.0 and cut
+        surplus ones.
+
+    Returns:
+      The rows of all trajectories that train. Turns without completion, and rows without a
+      position (one token, no prompt), yield none.
+
+    Raises:
+      ValueError: bad tokens or logprobs, named by group, trajectory, turn and index; or groups
+        and advantages that do not match.
+    """
+    check_choice("rows", rows, ("turns", "merged"))
+    check_choice("on_logprob_mismatch", on_logprob_mismatch, ("error", "pad"))
+    check_advantages(
+        advantages,
+        [[trains(member) for member in group.trajectories] for group in trajectory_groups],
+    )
+    result, padded = [], 0
+    for g, group in enumerate(trajectory_groups):
+        for n, trajectory in enumerate(group.trajectories):
+            if not trains(trajectory):
+                continue
+            where = f"group {g}, trajectory {n}"
+            turns = []
+            for k, turn in enumerate(trajectory.turns):
+                logprobs, changed = match_logprobs(turn, f"{where}, turn {k}", on_logprob_mismatch)
+                padded += changed
+                if len(turn.completion_tokens) > 0:
+                    check_turn(turn, logprobs, f"{where}, turn {k}")
+                    turns.append((k, turn, logprobs))
+            advantage = float(advantages[g][n])
+            for sequence in _sequences(turns, merge=rows == "merged"):
+                if len(sequence.tokens) > 1:
+                    result.append(_shift(sequence, advantage, g, n))
+    if padded:
+        logger.warning("logprobs padded or cut to the completion's length in %d turns", padded)
+    return result
+
+
+def _sequences(
+    turns: list[tuple[int, Any, list[float]]], *, merge: bool
+) -> Iterator[TokenSequence]:
+    """Yield the token sequences of one trajectory, one a turn or as few as extend each other."""
+    sequence: TokenSequence | None = None
+    for k, turn, logprobs in turns:
+        prompt = as_list(turn.prompt_tokens)
+        if merge and sequence is not None and prompt[: len(sequence.tokens)] == sequence.tokens:
+            sequence.read(prompt[len(sequence.tokens) :])
+        else:
+            if sequence is not None:
+                yield sequence
+            sequence = TokenSequence(turn=k)
+            sequence.read(prompt)
+        sequence.write(as_list(turn.completion_tokens), logprobs)
+    if sequence is not None:
+        yield sequence
+
+
+def _shift(sequence: TokenSequence, advantage: float, group: int, trajectory: int) -> Row:
+    """Align everything with the target: drop the last input and the first of all the rest."""
+    mask = sequence.sampled[1:]
+    return Row(
+        input_tokens=sequence.tokens[:-1],
+        target_tokens=sequence.tokens[1:],
+        logprobs=sequence.logprobs[1:],
+        advantages=[advantage if live else 0.0 for live in mask],
+        mask=mask,
+        group=group,
+        trajectory=trajectory,
+        turn=sequence.turn,
+    )
+
+
+def as_list(values: Any) -> list[Any]:
+    """Return a list or an array as a list of plain Python numbers."""
+    return list(values.tolist()) if hasattr(values, "tolist") else list(values)
+
+
+def votes(trajectory: Any) -> bool:
+    """Tell whether the reward enters the baseline; True where the object doesn't say."""
+    return bool(getattr(trajectory, "votes", True))
+
+
+def trains(trajectory: Any) -> bool:
+    """Tell whether the tokens yield rows; True where the object doesn't say."""
+    return bool(getattr(trajectory, "trains", True))
+
+
+def is_live(trajectory: Any) -> bool:
+    """Tell whether the reward of a trajectory matters to anyone."""
+    return votes(trajectory) or trains(trajectory)
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
+
+
+def check_reward(reward: Any, where: str) -> float:
+    """Return a reward as float, or raise ValueError that names it. Bools and ints are numbers."""
+    if isinstance(reward, str | bytes) or reward is None or not hasattr(reward, "__float__"):
+        raise ValueError(f"{where}: reward {reward!r} is not a number")
+    try:
+        value = float(reward)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{where}: reward {reward!r} is not a number") from error
+    if not math.isfinite(value):
+        raise ValueError(f"{where}: reward {value} is not finite")
+    return value
+
+
+def check_advantages(
+    advantages: Sequence[Sequence[float]], trains: Sequence[Sequence[bool]]
+) -> None:
+    """Raise ValueError unless there is one finite float32 per trajectory that trains.
+
+    Args:
+      advantages: [G][N_g] floats.
+      trains: [G][N_g] bools.
+    """
+    if len(trains) != len(advantages):
+        raise ValueError(f"{len(trains)} groups but {len(advantages)} lists of advantages")
+    for g, (members, row) in enumerate(zip(trains, advantages, strict=True)):
+        if len(members) != len(row):
+            raise ValueError(f"group {g}: {len(members)} trajectories but {len(row)} advantages")
+        for n, (live, advantage) in enumerate(zip(members, row, strict=True)):
+            if live and not abs(float(advantage)) < FLOAT32_LIMIT:
+                raise ValueError(
+                    f"group {g}, trajectory {n}: advantage {advantage!r} is not a finite float32"
+                )
+
+
+def match_logprobs(turn: Any, where: str, on_mismatch: str) -> tuple[list[float], bool]:
+    """Return one logprob per completion token, and whether that took padding or cutting."""
+    logprobs, count = as_list(turn.logprobs), len(turn.completion_tokens)
+    if len(logprobs) == count:
+        return logprobs, False
+    if on_mismatch == "error":
+        raise ValueError(f"{where}: {count} completion_tokens but {len(logprobs)} logprobs")
+    return (logprobs + [0.0] * count)[:count], True
+
+
+def check_turn(turn: Any, logprobs: Sequence[float], where: str) -> None:
+    """Raise ValueError at the first token id or logprob that is not what it must be."""
+    for name in ("prompt_tokens", "completion_tokens"):
+        for i, token in enumerate(as_list(getattr(turn, name))):
+            # Exact ints come first: the abstract check costs more than the rest of the loop.
+            if type(token) is not int and (
+                isinstance(token, bool) or not isinstance(token, Integral)
+            ):
+                raise ValueError(f"{where}: {name}[{i}] is {token!r}, not an integer")
+            if not 0 <= int(token) < TOKEN_LIMIT:
+                raise ValueError(f"{where}: {name}[{i}] is {token}, outside [0, 2**31)")
+    for i, logprob in enumerate(logprobs):
+        if type(logprob) is not float and (
+            isinstance(logprob, bool) or not isinstance(logprob, Real)
+        ):
+            raise ValueError(f"{where}: logprobs[{i}] is {logprob!r}, not a number")
+        if not abs(logprob) < FLOAT32_LIMIT:
+            raise ValueError(f"{where}: logprobs[{i}] is {logprob}, not a finite float32")
