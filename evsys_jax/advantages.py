@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from evsys_jax.ragged import TrajectoryTable
+
 
 def group_advantages(
     centred: jax.Array,
@@ -47,13 +49,7 @@ def group_advantages(
 
 
 def centre(
-    rewards: NDArray[np.float64],
-    votes: NDArray[np.bool_],
-    trains: NDArray[np.bool_],
-    group_ids: NDArray[np.int32],
-    group_sizes: NDArray[np.int32],
-    *,
-    normalize: bool,
+    table: TrajectoryTable, *, normalize: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Subtract the reward of each group's first voter, on the host.
 
@@ -61,24 +57,19 @@ def centre(
     whatever precision the mean is taken in.
 
     Args:
-      rewards: [N] float64; anything where neither `votes` nor `trains` is set.
-      votes: [N] bool.
-      trains: [N] bool.
-      group_ids: [N] int32 in [0, G).
-      group_sizes: [G] int32, trajectories in each group as it was given.
+      table: the N trajectories.
       normalize: False keeps every reward.
 
     Returns:
       [N] float64 centred rewards, 0.0 for a trajectory that neither votes nor trains; and [N]
-      bool, True where the reward is kept: a group given with one trajectory has no baseline.
+      bool, True where that is the advantage already: a group given with one trajectory has no
+      baseline.
     """
-    chex.assert_equal_shape([rewards, votes, trains, group_ids])
-    kept: NDArray[np.bool_] = (group_sizes[group_ids] == 1) | (not normalize)
-    first = np.zeros(len(group_sizes))
-    voters = np.flatnonzero(votes)[::-1]
-    first[group_ids[voters]] = rewards[voters]  # of equal indices the last one stays
-    live = votes | trains
-    centred = np.where(
-        live, np.where(live, rewards, 0.0) - np.where(kept, 0.0, first[group_ids]), 0.0
-    )
-    return centred, kept
+    kept: NDArray[np.bool_] = (table.group_sizes[table.group] == 1) | (not normalize)
+    first = np.zeros(len(table.group_sizes))
+    voters = np.flatnonzero(table.votes)[::-1]
+    first[table.group[voters]] = table.rewards[voters]  # of equal indices the last one stays
+    live = table.votes | table.trains
+    with np.errstate(over="ignore"):
+        centred = np.where(kept, table.rewards, table.rewards - first[table.group])
+    return np.where(live, centred, 0.0), kept | ~live

@@ -19,11 +19,9 @@ from numpy.typing import NDArray
 
 from evsys_jax import reference
 from evsys_jax.advantages import centre, group_advantages
-from evsys_jax.ragged import RaggedRows, RowKind, ragged_rows
+from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, bucket
+from evsys_jax.ragged import RaggedRows, RowKind, TrajectoryTable, ragged_rows
 from evsys_jax.targets import RowTargets, shift_row
-
-MIN_ROWS = 8
-MIN_WIDTH = 32
 
 Array: TypeAlias = jax.Array | NDArray[Any]
 
@@ -125,10 +123,7 @@ def pack(
     token_advantages, scalars, kept = _advantage_inputs(ragged, advantages, normalize)
     batch_rows = bucket(len(ragged), MIN_ROWS)
     positions = _padded_width(ragged, width)
-    # One size for everything that is counted in trajectories: fewer shapes, fewer programs.
-    members = max(batch_rows, bucket(len(ragged.rewards), MIN_ROWS))
     flat = _pad_flat(ragged, token_advantages, batch_rows, positions)
-    group_ids = np.unique(ragged.trajectory_group, return_inverse=True)[1].astype(np.int32)
     index = np.full((4, batch_rows), -1, np.int32)
     index[:, : len(ragged)] = (
         ragged.group,
@@ -143,15 +138,57 @@ def pack(
             _padded(ragged.offsets[:-1], batch_rows, np.int32),
             _padded(ragged.lengths, batch_rows, np.int32),
             _padded(ragged.row_trajectory, batch_rows, np.int32),
-            _padded(scalars, members, np.float64),
-            _padded(ragged.votes, members, np.bool_),
-            _padded(group_ids, members, np.int32),
-            _padded(kept, members, np.bool_),
+            # One size for everything counted in trajectories: fewer shapes, fewer programs.
+            *_padded_members(ragged.table, scalars, kept, batch_rows),
             index,
             np.int32(pad_token),
             width=positions,
         )
     return batch
+
+
+def trajectory_advantages(table: TrajectoryTable, *, normalize: bool) -> NDArray[np.float64]:
+    """Compute the advantages of N trajectories in float64, with the kernel that `pack` runs.
+
+    Args:
+      table: the N trajectories.
+      normalize: subtract the mean of each group's voters.
+
+    Returns:
+      [N] float64. Computed on the CPU backend where there is one, since not every accelerator
+      has the float64 of IEEE 754.
+    """
+    centred, kept = centre(table, normalize=normalize)
+    members = _padded_members(table, centred, kept, MIN_ROWS)
+    with jax.enable_x64(True), jax.default_device(_float64_device()):
+        return np.asarray(_group_advantages(*members))[: len(table)]
+
+
+_group_advantages = jax.jit(group_advantages)
+
+
+def _float64_device() -> jax.Device | None:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        return None
+
+
+def _padded_members(
+    table: TrajectoryTable,
+    scalars: NDArray[np.float64],
+    kept: NDArray[np.bool_],
+    minimum: int,
+) -> tuple[NDArray[Any], ...]:
+    """Return scalars, votes, group ids from 0 without gaps, and kept, rounded up in size."""
+    size = bucket(len(table), minimum)
+    group_ids = np.unique(table.group, return_inverse=True)[1]
+    return (
+        _padded(scalars, size, np.float64),
+        _padded(table.votes, size, np.bool_),
+        _padded(group_ids, size, np.int32),
+        _padded(kept, size, np.bool_),
+    )
 
 
 @partial(jax.jit, static_argnames=("width",))
@@ -199,11 +236,6 @@ def _pack(
     )
 
 
-def bucket(count: int, minimum: int) -> int:
-    """Round a size up to a power of two, at least `minimum`."""
-    return max(minimum, 1 << max(count - 1, 0).bit_length())
-
-
 def _padded_width(rows: RaggedRows, width: int | None) -> int:
     """Return T: the width asked for if every row fits, else the longest row's bucket."""
     positions = rows.lengths - 1
@@ -225,33 +257,27 @@ def _advantage_inputs(
     rows: RaggedRows, advantages: Sequence[Any] | None, normalize: bool
 ) -> tuple[NDArray[np.float32] | None, NDArray[np.float64], NDArray[np.bool_]]:
     """Return advantages per token [L] or None, and numbers per trajectory [N] to centre or keep."""
-    everyone = np.ones(len(rows.rewards), bool)
-    nothing = np.zeros(len(rows.rewards))
+    table = rows.table
+    everyone, nothing = np.ones(len(table), bool), np.zeros(len(table))
     if advantages is None and rows.advantages is not None:
         return rows.advantages, nothing, everyone
     if advantages is None:
-        centred, kept = centre(
-            rows.rewards,
-            rows.votes,
-            rows.trains,
-            rows.trajectory_group,
-            rows.group_sizes,
-            normalize=normalize,
-        )
-        large = rows.trains & ~(np.abs(centred) < reference.FLOAT32_LIMIT / np.where(kept, 1, 2))
+        centred, kept = centre(table, normalize=normalize)
+        large = table.trains & ~(np.abs(centred) < reference.FLOAT32_LIMIT / np.where(kept, 1, 2))
         if large.any():
             n = int(np.flatnonzero(large)[0])
             raise ValueError(
-                f"group {rows.trajectory_group[n]}, trajectory {rows.trajectory_in_group[n]}:"
-                f" reward {rows.rewards[n]!r} gives no finite float32 advantage"
+                f"group {table.group[n]}, trajectory {table.place[n]}: reward"
+                f" {table.rewards[n]} gives no finite float32 advantage"
             )
         return None, centred, kept
     if len(advantages) and all(hasattr(item, "ndim") and item.ndim for item in advantages):
         return _per_token(rows, advantages), nothing, everyone
-    ends = np.cumsum(rows.group_sizes)[:-1]
-    reference.check_advantages(advantages, [part.tolist() for part in np.split(rows.trains, ends)])
+    members = np.split(table.trains, np.cumsum(table.group_sizes)[:-1])
+    trains = [part.tolist() for part in members] if len(table.group_sizes) else []
+    reference.check_advantages(advantages, trains)
     given = np.array([float(a) for group in advantages for a in group], np.float64)
-    return None, np.where(rows.trains, given, 0.0), everyone
+    return None, np.where(table.trains, given, 0.0), everyone
 
 
 def _per_token(rows: RaggedRows, advantages: Sequence[Any]) -> NDArray[np.float32]:

@@ -25,6 +25,32 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
+class TrajectoryTable:
+    """What rows need to know about the N trajectories of G groups. Numpy, on the host.
+
+    Args:
+      group: [N] int32, the group of each trajectory.
+      place: [N] int32, its place in that group.
+      rewards: [N] float64; 0.0 where the trajectory neither votes nor trains.
+      votes: [N] bool, the reward enters the baseline.
+      trains: [N] bool, the tokens yield rows.
+      group_sizes: [G] int32, trajectories in each group as it was given.
+      rollout_ids: [N] texts from `metadata["rollout_id"]`, "" where there is none.
+    """
+
+    group: NDArray[np.int32]
+    place: NDArray[np.int32]
+    rewards: NDArray[np.float64]
+    votes: NDArray[np.bool_]
+    trains: NDArray[np.bool_]
+    group_sizes: NDArray[np.int32]
+    rollout_ids: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+
+@dataclass(frozen=True, eq=False)
 class RaggedRows:
     """R rows laid end to end, and the table of the N trajectories that they come from.
 
@@ -38,13 +64,7 @@ class RaggedRows:
       offsets: [R + 1] int64; row r is `[offsets[r], offsets[r + 1])` of the flat arrays.
       row_trajectory: [R] int32, index into the trajectory table.
       turn: [R] int32, index of the row's (first) turn in its trajectory.
-      trajectory_group: [N] int32, the group of each trajectory.
-      trajectory_in_group: [N] int32, its place in that group.
-      rewards: [N] float64; 0.0 where the trajectory neither votes nor trains.
-      votes: [N] bool, the reward enters the baseline.
-      trains: [N] bool, the tokens yield rows.
-      group_sizes: [G] int32, trajectories in each group as it was given.
-      rollout_ids: [N] texts from `metadata["rollout_id"]`, "" where there is none.
+      table: the N trajectories, also those that yield no row.
       account: where every completion token went.
       advantages: None, or [L] float32, one per token; stored rows carry theirs along.
     """
@@ -55,13 +75,7 @@ class RaggedRows:
     offsets: NDArray[np.int64]
     row_trajectory: NDArray[np.int32]
     turn: NDArray[np.int32]
-    trajectory_group: NDArray[np.int32]
-    trajectory_in_group: NDArray[np.int32]
-    rewards: NDArray[np.float64]
-    votes: NDArray[np.bool_]
-    trains: NDArray[np.bool_]
-    group_sizes: NDArray[np.int32]
-    rollout_ids: tuple[str, ...]
+    table: TrajectoryTable
     account: TokenAccount
     advantages: NDArray[np.float32] | None = None
 
@@ -76,12 +90,12 @@ class RaggedRows:
     @property
     def group(self) -> NDArray[np.int32]:
         """[R] group of each row."""
-        return self.trajectory_group[self.row_trajectory]
+        return self.table.group[self.row_trajectory]
 
     @property
     def trajectory(self) -> NDArray[np.int32]:
         """[R] place of each row's trajectory in its group."""
-        return self.trajectory_in_group[self.row_trajectory]
+        return self.table.place[self.row_trajectory]
 
     def take(self, rows: ArrayLike) -> RaggedRows:
         """Select rows, in the order asked for. The trajectory table stays whole, so that the
@@ -91,26 +105,27 @@ class RaggedRows:
           rows: [K] indices of rows.
 
         Returns:
-          The K rows; their flat arrays are copies, or views where the rows are consecutive.
+          The K rows; their flat arrays are copies.
         """
         index = np.asarray(rows, dtype=np.int64)
         lengths = self.lengths[index]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        if len(index) and np.array_equal(index, np.arange(index[0], index[0] + len(index))):
-            flat: slice | NDArray[np.int64] = slice(
-                self.offsets[index[0]], self.offsets[index[-1] + 1]
-            )
-        else:
-            flat = np.repeat(self.offsets[index] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        spans = list(
+            zip(self.offsets[index].tolist(), self.offsets[index + 1].tolist(), strict=True)
+        )
+
+        def chosen(flat: NDArray[Any]) -> NDArray[Any]:
+            return np.concatenate([flat[:0], *(flat[start:end] for start, end in spans)])
+
         return replace(
             self,
-            tokens=self.tokens[flat],
-            sampled=self.sampled[flat],
-            logprobs=self.logprobs[flat],
+            tokens=chosen(self.tokens),
+            sampled=chosen(self.sampled),
+            logprobs=chosen(self.logprobs),
             offsets=offsets,
             row_trajectory=self.row_trajectory[index],
             turn=self.turn[index],
-            advantages=None if self.advantages is None else self.advantages[flat],
+            advantages=None if self.advantages is None else chosen(self.advantages),
         )
 
 
@@ -167,13 +182,13 @@ def ragged_rows(
     """
     reference.check_choice("rows", rows, ("turns", "merged"))
     reference.check_choice("on_logprob_mismatch", on_logprob_mismatch, ("error", "pad"))
-    table = _trajectory_table(groups)
-    constant = _constant_groups(table) if drop_constant else np.zeros(len(groups), bool)
+    table = trajectory_table(groups)
+    constant = constant_groups(table) if drop_constant else np.zeros(len(groups), bool)
     account, plan, padded = TokenAccount(), _Plan(), 0
     for index, (g, n, trajectory) in enumerate(_trajectories(groups)):
         generated = sum(len(turn.completion_tokens) for turn in trajectory.turns)
         account.captured += generated
-        if not table["trains"][index]:
+        if not table.trains[index]:
             account.masked[mask_reason(trajectory)] += generated
         elif constant[g]:
             account.dropped["constant_group"] += generated
@@ -190,7 +205,50 @@ def ragged_rows(
         raise _first_fault(groups, constant, on_logprob_mismatch)
     untargeted = np.count_nonzero(flat["sampled"][flat["offsets"][:-1]])
     account.trained = int(np.count_nonzero(flat["sampled"]) - untargeted)
-    return RaggedRows(**flat, **table, account=account)
+    return RaggedRows(**flat, table=table, account=account)
+
+
+def trajectory_table(groups: Sequence[Any]) -> TrajectoryTable:
+    """Read what the rows need to know about their trajectories.
+
+    Raises:
+      ValueError: a reward that votes or trains is not a finite number.
+    """
+    group, place, rewards, votes, trains, ids = [], [], [], [], [], []
+    for g, n, trajectory in _trajectories(groups):
+        group.append(g)
+        place.append(n)
+        votes.append(reference.votes(trajectory))
+        trains.append(reference.trains(trajectory))
+        live = votes[-1] or trains[-1]
+        where = f"group {g}, trajectory {n}"
+        rewards.append(reference.check_reward(trajectory.reward, where) if live else 0.0)
+        metadata = getattr(trajectory, "metadata", None)
+        named = metadata.get("rollout_id") if isinstance(metadata, Mapping) else None
+        ids.append("" if named is None else str(named))
+    return TrajectoryTable(
+        group=np.array(group, np.int32),
+        place=np.array(place, np.int32),
+        rewards=np.array(rewards, np.float64),
+        votes=np.array(votes, bool),
+        trains=np.array(trains, bool),
+        group_sizes=np.array([len(group.trajectories) for group in groups], np.int32),
+        rollout_ids=tuple(ids),
+    )
+
+
+def constant_groups(table: TrajectoryTable) -> NDArray[np.bool_]:
+    """Tell for each group whether all its members that vote or train have one reward.
+
+    Returns:
+      [G] bool; False for a group given with one trajectory, which has no baseline.
+    """
+    live = table.votes | table.trains
+    low, high = np.full(len(table.group_sizes), np.inf), np.full(len(table.group_sizes), -np.inf)
+    np.minimum.at(low, table.group[live], table.rewards[live])
+    np.maximum.at(high, table.group[live], table.rewards[live])
+    constant: NDArray[np.bool_] = (low == high) & (table.group_sizes > 1)
+    return constant
 
 
 def mask_reason(trajectory: Any) -> str:
@@ -205,42 +263,6 @@ def _trajectories(groups: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
     for g, group in enumerate(groups):
         for n, trajectory in enumerate(group.trajectories):
             yield g, n, trajectory
-
-
-def _trajectory_table(groups: Sequence[Any]) -> dict[str, Any]:
-    """Read what the rows need to know about their trajectories, rewards checked."""
-    group, place, rewards, votes, trains, ids = [], [], [], [], [], []
-    for g, n, trajectory in _trajectories(groups):
-        group.append(g)
-        place.append(n)
-        votes.append(reference.votes(trajectory))
-        trains.append(reference.trains(trajectory))
-        live = votes[-1] or trains[-1]
-        where = f"group {g}, trajectory {n}"
-        rewards.append(reference.check_reward(trajectory.reward, where) if live else 0.0)
-        metadata = getattr(trajectory, "metadata", None)
-        named = metadata.get("rollout_id") if isinstance(metadata, Mapping) else None
-        ids.append("" if named is None else str(named))
-    return {
-        "trajectory_group": np.array(group, np.int32),
-        "trajectory_in_group": np.array(place, np.int32),
-        "rewards": np.array(rewards, np.float64),
-        "votes": np.array(votes, bool),
-        "trains": np.array(trains, bool),
-        "group_sizes": np.array([len(group.trajectories) for group in groups], np.int32),
-        "rollout_ids": tuple(ids),
-    }
-
-
-def _constant_groups(table: dict[str, Any]) -> NDArray[np.bool_]:
-    """Tell for each group whether all its live members have one reward, [G] bool."""
-    live = table["votes"] | table["trains"]
-    sizes = table["group_sizes"]
-    low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
-    np.minimum.at(low, table["trajectory_group"][live], table["rewards"][live])
-    np.maximum.at(high, table["trajectory_group"][live], table["rewards"][live])
-    constant: NDArray[np.bool_] = (low == high) & (sizes > 1)
-    return constant
 
 
 def _completed_turns(

@@ -1,0 +1,124 @@
+"""Groups of rollouts to Datums for tinker's importance_sampling loss, in two steps.
+
+`compute_advantages` compares each reward with its group; `assemble_training_data` flattens the
+groups into one Datum per assistant turn. Both run on the array core.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evsys_jax.datums import DatumMetadata, unpack
+from evsys_jax.plans import by_width
+from evsys_jax.ragged import MismatchPolicy, RaggedRows, ragged_rows, trajectory_table
+from evsys_jax.reference import compute_trajectory_metrics
+from evsys_jax.rollouts import Trajectory, TrajectoryGroup
+
+if TYPE_CHECKING:
+    import tinker
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "DatumMetadata",
+    "assemble_training_data",
+    "compute_advantages",
+    "compute_trajectory_metrics",
+]
+
+MAX_POSITIONS = 2**20
+"""Padded positions of one batch on the device, while Datums are made: about 25 MB."""
+
+
+def compute_advantages(
+    trajectory_groups: Sequence[Any], *, normalize: bool = True
+) -> list[list[float]]:
+    """Return one advantage per trajectory: its reward minus the mean of its group's voters.
+
+    Args:
+      trajectory_groups: [G] groups; see `evsys_jax.rollouts`.
+      normalize: False returns the rewards as they are.
+
+    Returns:
+      [G][N_g] floats, computed in float64. A group given with one trajectory keeps the raw
+      reward, an empty one gives [], a constant one exact zeros. A trajectory that neither votes
+      nor trains gets 0.0; its reward is not looked at and moves nobody.
+
+    Raises:
+      ValueError: a reward that counts is not a finite number.
+    """
+    from evsys_jax.batch import trajectory_advantages
+
+    table = trajectory_table(trajectory_groups)
+    flat = iter(trajectory_advantages(table, normalize=normalize).tolist())
+    return [[next(flat) for _ in range(size)] for size in table.group_sizes.tolist()]
+
+
+def assemble_training_data(
+    trajectory_groups: Sequence[Any],
+    advantages: Sequence[Sequence[float]],
+    *,
+    on_logprob_mismatch: MismatchPolicy = "error",
+) -> tuple[list[tinker.Datum], list[DatumMetadata]]:
+    """Flatten (group, trajectory, turn) into Datums for tinker's importance_sampling loss.
+
+    One Datum per turn with completion tokens, whose `loss_fn_inputs` are exactly
+    `target_tokens`, `logprobs` (the sampler's; 0 on the prompt) and `advantages` (the
+    trajectory's on the completion; 0 on the prompt, which masks the loss there).
+
+    Args:
+      trajectory_groups: [G] groups; see `evsys_jax.rollouts`.
+      advantages: [G][N_g] floats, one per trajectory.
+      on_logprob_mismatch: "error", or "pad" to fill up missing logprobs with 0.0 and cut surplus
+        ones, with a warning that counts the turns.
+
+    Returns:
+      Datums and their places, in the order group, trajectory, turn. The model input is a list of
+      ints where the turn's tokens are lists, and an int32 buffer where they are arrays.
+
+    Raises:
+      ValueError: groups and advantages that don't match; bad tokens, logprobs or advantages,
+        named by group, trajectory, turn and index.
+    """
+    from evsys_jax.batch import pack
+
+    rows = ragged_rows(trajectory_groups, on_logprob_mismatch=on_logprob_mismatch)
+    datums: list[Any] = [None] * len(rows)
+    metadata: list[Any] = [None] * len(rows)
+    # An empty batch, too, checks that groups and advantages match.
+    for index in by_width(rows.lengths - 1, MAX_POSITIONS) or [np.arange(0)]:
+        batch = pack(rows.take(index), advantages=advantages)
+        made, places = unpack(batch, inputs=_list_inputs(trajectory_groups, rows, index))
+        for r, datum, place in zip(index.tolist(), made, places, strict=True):
+            datums[r], metadata[r] = datum, place
+    return datums, metadata
+
+
+def _list_inputs(
+    groups: Sequence[Any], rows: RaggedRows, index: np.ndarray[Any, Any]
+) -> list[list[int] | None]:
+    """Return the input tokens of each row whose turn has lists; None where it has arrays."""
+    inputs: list[list[int] | None] = []
+    places = (rows.group[index], rows.trajectory[index], rows.turn[index])
+    for g, n, k in zip(*(place.tolist() for place in places), strict=True):
+        turn = groups[g].trajectories[n].turns[k]
+        prompt, completion = turn.prompt_tokens, turn.completion_tokens
+        as_lists = isinstance(prompt, list) and isinstance(completion, list)
+        inputs.append([*prompt, *completion[:-1]] if as_lists else None)
+    return inputs
+
+
+def _turn_to_datum(turn: Any, *, advantage: float) -> tinker.Datum | None:
+    """Make the Datum of one turn, or None where it has nothing to train on.
+
+    Args:
+      turn: see `evsys_jax.rollouts.Turn`.
+      advantage: a finite float32.
+    """
+    group = TrajectoryGroup([Trajectory([turn])])
+    datums, _ = assemble_training_data([group], [[advantage]])
+    return datums[0] if datums else None
