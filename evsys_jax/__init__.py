@@ -39,13 +39,16 @@ _ROOMS = (
     "account",
     "advantages",
     "batch",
+    "cli",
     "data_processing",
     "dataset",
     "datums",
+    "plans",
     "ragged",
     "reference",
     "rollouts",
     "targets",
+    "verify",
 )
 
 __all__ = [*_HOME, *_ROOMS]

@@ -71,7 +71,7 @@ def unpack(
     used = (slice(0, int(line.max(initial=-1)) + 1), slice(0, int((begin + length).max(initial=0))))
     input_tokens = np.asarray(batch.input_tokens)
     # One writable copy each: TensorData copies what is read-only or of another dtype.
-    fields = {
+    fields: dict[str, NDArray[Any]] = {
         "target_tokens": np.array(np.asarray(batch.target_tokens)[used], np.int64),
         "logprobs": np.array(np.asarray(batch.logprobs)[used], np.float32),
         "advantages": np.array(np.asarray(batch.advantages)[used], np.float32),

@@ -37,3 +37,26 @@ def by_width(positions: NDArray[np.integer], max_positions: int) -> list[NDArray
         rows = max(1, max_positions >> exponent)
         batches += [members[i : i + rows] for i in range(0, len(members), rows)]
     return batches
+
+
+def in_order(positions: NDArray[np.integer], max_positions: int) -> list[slice]:
+    """Split rows into batches of consecutive rows, each within a budget of padded positions.
+
+    Args:
+      positions: [R] positions of each row.
+      max_positions: B * T of a batch at most, both rounded up, where one row alone does not
+        exceed it.
+
+    Returns:
+      Slices that together cover all rows, in order.
+    """
+    batches, first, widest = [], 0, 0
+    for r, size in enumerate(positions.tolist()):
+        width = bucket(max(widest, size), MIN_WIDTH)
+        if r > first and bucket(r - first + 1, MIN_ROWS) * width > max_positions:
+            batches.append(slice(first, r))
+            first, widest = r, 0
+        widest = max(widest, size)
+    if first < len(positions):
+        batches.append(slice(first, len(positions)))
+    return batches

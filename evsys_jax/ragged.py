@@ -362,6 +362,39 @@ def _fill(plan: _Plan) -> dict[str, Any] | None:
     }
 
 
+def token_array(values: Any) -> NDArray[np.int32]:
+    """Copy token ids, a list or 1-D array, into an int32 array.
+
+    Raises:
+      ValueError: one of them is no integer in [0, 2**31).
+    """
+    plan = _Plan()
+    plan.begin_row(0, 0)
+    plan.add(values, None)
+    flat = _fill(plan)
+    if flat is None:
+        raise ValueError("a token id is no integer in [0, 2**31)")
+    tokens: NDArray[np.int32] = flat["tokens"]
+    return tokens
+
+
+def logprob_array(values: Any) -> NDArray[np.float32]:
+    """Copy logprobs, a list or 1-D array, into a float32 array.
+
+    Raises:
+      ValueError: one of them is no finite float32.
+    """
+    out = np.empty(len(values), np.float32)
+    try:
+        with np.errstate(over="ignore"):
+            _copy_logprobs(values, out, 0, len(values))
+    except (struct.error, TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from error
+    if not np.isfinite(out).all():
+        raise ValueError("a logprob is not a finite float32")
+    return out
+
+
 def _copy_tokens(piece: Any, out: NDArray[np.int32], start: int, length: int) -> None:
     """Write token ids into `out`; raise at what int32 cannot hold or what is no integer."""
     if not length:

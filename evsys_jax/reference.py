@@ -176,13 +176,28 @@ def training_rows(
       ValueError: bad tokens or logprobs, named by group, trajectory, turn and index; or groups
         and advantages that do not match.
     """
+    return list(
+        iter_training_rows(
+            trajectory_groups, advantages, rows=rows, on_logprob_mismatch=on_logprob_mismatch
+        )
+    )
+
+
+def iter_training_rows(
+    trajectory_groups: Sequence[Any],
+    advantages: Sequence[Sequence[float]],
+    *,
+    rows: str = "turns",
+    on_logprob_mismatch: str = "error",
+) -> Iterator[Row]:
+    """Yield what `training_rows` returns, one row at a time."""
     check_choice("rows", rows, ("turns", "merged"))
     check_choice("on_logprob_mismatch", on_logprob_mismatch, ("error", "pad"))
     check_advantages(
         advantages,
         [[trains(member) for member in group.trajectories] for group in trajectory_groups],
     )
-    result, padded = [], 0
+    padded = 0
     for g, group in enumerate(trajectory_groups):
         for n, trajectory in enumerate(group.trajectories):
             if not trains(trajectory):
@@ -198,10 +213,9 @@ def training_rows(
             advantage = float(advantages[g][n])
             for sequence in _sequences(turns, merge=rows == "merged"):
                 if len(sequence.tokens) > 1:
-                    result.append(_shift(sequence, advantage, g, n))
+                    yield _shift(sequence, advantage, g, n)
     if padded:
         logger.warning("logprobs padded or cut to the completion's length in %d turns", padded)
-    return result
 
 
 def _sequences(

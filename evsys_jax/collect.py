@@ -1,0 +1,328 @@
+"""Rollout records to groups: one verdict per rollout, and an account of every token.
+
+A record that cannot be used masks its own rollout and nobody else's: it keeps its place in the
+group with votes and trains off, and the report says why.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from evsys_jax import reference
+from evsys_jax.account import TokenAccount
+from evsys_jax.ragged import RaggedRows, logprob_array, token_array
+from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
+
+_ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+@dataclass
+class RolloutVerdict:
+    """What became of one rollout record.
+
+    Args:
+      record: its number in the input, counted from 1 (the line number of a JSONL file).
+      rollout_id: "" where the record has no usable one.
+      task: `_ng_task_index`, None where the record has no usable one; it is then in no group.
+      group: index of its group, None where it is in none.
+      trajectory: its place in the group, None where it is in none.
+      trains: its tokens yield rows.
+      reason: "" or a short, stable word for why it doesn't train.
+      detail: the particulars, for people.
+      reward: None where it is absent or no finite number.
+      turns: generated items.
+      tokens: generated tokens.
+    """
+
+    record: int
+    rollout_id: str = ""
+    task: int | None = None
+    group: int | None = None
+    trajectory: int | None = None
+    trains: bool = False
+    reason: str = ""
+    detail: str = ""
+    reward: float | None = None
+    turns: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class CollectReport:
+    """The verdict of every record, in order, and where their tokens went.
+
+    Args:
+      verdicts: one per record.
+      account: tokens of all records; `trained` and `dropped` as rows of one turn each give them.
+    """
+
+    verdicts: list[RolloutVerdict] = field(default_factory=list)
+    account: TokenAccount = field(default_factory=TokenAccount)
+
+    @property
+    def masked(self) -> Counter[str]:
+        """Rollouts that don't train, by reason."""
+        return Counter(verdict.reason for verdict in self.verdicts if not verdict.trains)
+
+    def account_of(self, rows: RaggedRows) -> TokenAccount:
+        """Join the two ends: tokens captured and masked here, trained and dropped by `rows`.
+
+        Args:
+          rows: what `ragged_rows` made of the groups that came with this report.
+        """
+        return TokenAccount(
+            captured=self.account.captured,
+            trained=rows.account.trained,
+            masked=self.account.masked,
+            dropped=rows.account.dropped,
+            dropped_turns=rows.account.dropped_turns,
+        )
+
+
+def collect(
+    records: str | PathLike[str] | Iterable[Mapping[str, Any]],
+    *,
+    on_record: Callable[[int], None] | None = None,
+) -> tuple[list[TrajectoryGroup], CollectReport]:
+    """Read NeMo Gym rollout records into groups.
+
+    A record holds `_ng_task_index` and `_ng_rollout_index` (ints), perhaps `_ng_attempt_index` and
+    `_ng_rollout_id`, `reward`, perhaps `mask_sample`, and `response.output`: items, of which the
+    generated ones carry `prompt_token_ids`, `generation_token_ids` and `generation_log_probs`,
+    each prompt extending the prompt and generation before it. Each generated item becomes a Turn,
+    whose arrays are views into one array of the rollout's tokens.
+
+    Args:
+      records: a JSONL file (one record a line), or an iterable of mappings.
+      on_record: called with the number of records read, after each.
+
+    Returns:
+      The groups, one per task index, in order of first appearance, with their trajectories in
+      record order, `metadata["rollout_id"]` on each; and the report. A rollout that must not train
+      keeps its place with `votes` and `trains` off and `metadata["mask_reason"]`, one of:
+      unreadable_record, bad_rollout_id, no_task_index, duplicate_rollout_id (each of them in no
+      group where no task is known), mask_sample, bad_item, broken_prefix, bad_tokens,
+      no_generation, unscored, bad_reward.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    report, seen = CollectReport(), set[str]()
+    groups: dict[int, list[Trajectory]] = {}
+    order: dict[int, int] = {}
+    for number, record in _numbered(records):
+        verdict = RolloutVerdict(number)
+        turns: list[Turn] = []
+        try:
+            _identify(record, verdict, seen)
+            turns = _inline_turns(record)
+            _check_score(record)
+            verdict.trains = True
+        except _MaskedError as fault:
+            verdict.reason, verdict.detail = fault.args
+        verdict.turns = len(turns)
+        if verdict.task is not None:
+            members = groups.setdefault(verdict.task, [])
+            verdict.group = order.setdefault(verdict.task, len(order))
+            verdict.trajectory = len(members)
+            members.append(_trajectory(turns, verdict))
+        report.verdicts.append(verdict)
+        _account(report.account, turns, verdict)
+        if on_record is not None:
+            on_record(len(report.verdicts))
+    return [TrajectoryGroup(members) for members in groups.values()], report
+
+
+class _MaskedError(Exception):
+    """A rollout that must not train: (reason, detail)."""
+
+
+def rollout_id_of(record: Mapping[str, Any]) -> str | None:
+    """Return the rollout id of a record, None where it lacks the indices to form one.
+
+    Raises:
+      ValueError: names the field that is not what it must be.
+    """
+    task = _index(record, "_ng_task_index")
+    rollout = _index(record, "_ng_rollout_index")
+    attempt = _index(record, "_ng_attempt_index") or 0
+    rollout_id = record.get("_ng_rollout_id")
+    if rollout_id is None:
+        if task is None or rollout is None:
+            return None
+        rollout_id = f"{task}-{rollout}"
+    elif not isinstance(rollout_id, str) or not _ROLLOUT_ID.fullmatch(rollout_id):
+        raise ValueError(f"_ng_rollout_id {rollout_id!r} is not a plain name")
+    return f"{rollout_id}-a{attempt}" if attempt > 0 else rollout_id
+
+
+def _numbered(
+    records: str | PathLike[str] | Iterable[Mapping[str, Any]],
+) -> Iterator[tuple[int, Any]]:
+    """Yield (number, record); a line that is no JSON comes as the error it raised."""
+    if not isinstance(records, str | PathLike):
+        yield from enumerate(records, start=1)
+        return
+    with Path(records).open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield number, orjson.loads(line)
+                except orjson.JSONDecodeError:
+                    yield number, _lenient(line)
+
+
+def _lenient(line: bytes) -> Any:
+    """Read a line as Python's json does, which knows NaN; else return the error."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return error
+
+
+def _identify(record: Any, verdict: RolloutVerdict, seen: set[str]) -> None:
+    """Fill in whose record this is and what it holds, as far as that can be read."""
+    if not isinstance(record, Mapping):
+        fault = record if isinstance(record, Exception) else f"a {type(record).__name__}"
+        raise _MaskedError("unreadable_record", f"not a JSON object: {fault}")
+    generations = [item["generation_token_ids"] for item in _generated_items(record)]
+    verdict.tokens = sum(len(tokens) for tokens in generations if hasattr(tokens, "__len__"))
+    verdict.reward = _finite(record.get("reward"))
+    try:
+        verdict.task = _index(record, "_ng_task_index")
+        verdict.rollout_id = rollout_id_of(record) or ""
+    except ValueError as error:
+        raise _MaskedError("bad_rollout_id", str(error)) from error
+    if verdict.task is None:
+        raise _MaskedError("no_task_index", "_ng_task_index is missing")
+    if not verdict.rollout_id:
+        raise _MaskedError("bad_rollout_id", "_ng_rollout_id and _ng_rollout_index are missing")
+    if verdict.rollout_id in seen:
+        raise _MaskedError("duplicate_rollout_id", f"{verdict.rollout_id} came before")
+    seen.add(verdict.rollout_id)
+    if record.get("mask_sample"):
+        capture = record.get("_ng_token_capture")
+        cause = capture.get("error") if isinstance(capture, Mapping) else None
+        raise _MaskedError("mask_sample", str(cause or ""))
+
+
+def _check_score(record: Mapping[str, Any]) -> None:
+    """Raise unless the record has a reward that can be compared."""
+    if record.get("reward") is None:
+        raise _MaskedError("unscored", "reward is missing")
+    if _finite(record["reward"]) is None:
+        raise _MaskedError("bad_reward", f"reward {record['reward']!r} is not a finite number")
+
+
+def _index(record: Mapping[str, Any], key: str) -> int | None:
+    value = record.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ValueError(f"{key} {value!r} is not an integer from 0")
+    return value
+
+
+def _finite(reward: Any) -> float | None:
+    try:
+        return reference.check_reward(reward, "")
+    except ValueError:
+        return None
+
+
+def _generated_items(record: Mapping[str, Any]) -> list[Any]:
+    """Return the items of the response that carry generated tokens, as they are."""
+    response = record.get("response")
+    output = response.get("output") if isinstance(response, Mapping) else None
+    items = output if isinstance(output, list) else []
+    return [
+        item
+        for item in items
+        if isinstance(item, Mapping) and item.get("generation_token_ids") is not None
+    ]
+
+
+def _inline_turns(record: Mapping[str, Any]) -> list[Turn]:
+    """Chain the generated items of a record and cut the chain into turns, as views."""
+    items = _generated_items(record)
+    chain: list[Any] = []
+    logprobs: list[Any] = []
+    spans = []
+    for k, item in enumerate(items):
+        prompt, generation, scores = (_list_of(item, key, k) for key in _TOKEN_KEYS)
+        if len(scores) != len(generation):
+            counts = (
+                f"{len(generation)} generation_token_ids but {len(scores)} generation_log_probs"
+            )
+            raise _MaskedError("logprob_mismatch", f"item {k}: {counts}")
+        if prompt[: len(chain)] != chain:
+            raise _MaskedError(
+                "broken_prefix", f"item {k}: the prompt does not begin with what came before"
+            )
+        spans.append((len(prompt), len(prompt) + len(generation)))
+        logprobs += [0.0] * (len(prompt) - len(chain)) + scores
+        chain = prompt + generation
+    if not any(end > start for start, end in spans):
+        raise _MaskedError("no_generation", "no item with generated tokens")
+    try:
+        tokens = token_array(chain)
+        scored = logprob_array(logprobs)
+    except ValueError as error:
+        raise _MaskedError("bad_tokens", _first_bad(items) or str(error)) from error
+    return [Turn(tokens[:start], tokens[start:end], scored[start:end]) for start, end in spans]
+
+
+def _list_of(item: Mapping[str, Any], key: str, k: int) -> list[Any]:
+    """Return a token field as a list."""
+    values = item.get(key)
+    if (
+        values is None
+        or isinstance(values, str | bytes | Mapping)
+        or not hasattr(values, "__len__")
+    ):
+        raise _MaskedError("bad_item", f"item {k}: {key} is missing or no list")
+    return values if isinstance(values, list) else reference.as_list(values)
+
+
+def _first_bad(items: list[Any]) -> str:
+    """Name the first value of the items that is no token id or no logprob."""
+    for k, item in enumerate(items):
+        prompt, generation, scores = (_list_of(item, key, k) for key in _TOKEN_KEYS)
+        try:
+            reference.check_turn(Turn(prompt, generation), scores, f"item {k}")
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def _trajectory(turns: list[Turn], verdict: RolloutVerdict) -> Trajectory:
+    metadata: dict[str, Any] = {"rollout_id": verdict.rollout_id}
+    if not verdict.trains:
+        metadata["mask_reason"] = verdict.reason
+    reward = 0.0 if verdict.reward is None else verdict.reward
+    return Trajectory(turns, reward, metadata, votes=verdict.trains, trains=verdict.trains)
+
+
+def _account(account: TokenAccount, turns: list[Turn], verdict: RolloutVerdict) -> None:
+    """Enter one rollout: its tokens are masked, or trained but for those without a context."""
+    account.captured += verdict.tokens
+    if not verdict.trains:
+        account.masked[verdict.reason] += verdict.tokens
+        return
+    for turn in turns:
+        sampled = len(turn.completion_tokens)
+        orphans = int(sampled > 0 and len(turn.prompt_tokens) == 0)
+        account.trained += sampled - orphans
+        if orphans:
+            account.dropped["no_context"] += 1
+        if sampled == orphans:
+            reason = "no_context" if sampled else "empty_completion"
+            account.dropped_turns[reason] += 1

@@ -1,0 +1,193 @@
+"""Training rows on disk: one Parquet row per Datum, readable by pandas, DuckDB and datasets.
+
+Needs pyarrow (the `cli` extra). A file appears under its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from evsys_jax.account import TokenAccount
+from evsys_jax.ragged import RaggedRows, TrajectoryTable
+
+if TYPE_CHECKING:
+    from evsys_jax.batch import TokenBatch
+
+SCHEMA = pa.schema(
+    [
+        ("input_tokens", pa.list_(pa.int32())),
+        ("target_tokens", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("advantages", pa.list_(pa.float32())),
+        ("mask", pa.list_(pa.bool_())),
+        ("rollout_id", pa.string()),
+        ("group", pa.int32()),
+        ("trajectory", pa.int32()),
+        ("turn", pa.int32()),
+        ("reward", pa.float64()),
+        ("advantage", pa.float32()),
+    ]
+)
+"""One row per sequence; the lists are target-aligned and of one length."""
+
+_LISTS = ("input_tokens", "target_tokens", "logprobs", "advantages", "mask")
+
+
+class RowWriter:
+    """Writes batches to a Parquet file, one row group each, and renames it into place at the end.
+
+    A context manager: where its block raises, nothing is left behind.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        """Open a temporary file beside `path`."""
+        self.path = Path(path)
+        self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        self._writer = pq.ParquetWriter(self._partial, SCHEMA, compression="zstd")
+
+    def write(self, batch: TokenBatch, rows: RaggedRows) -> None:
+        """Append the rows of a batch, in the batch's order.
+
+        Args:
+          batch: what `pack` made of `rows`.
+          rows: where the rollout ids and rewards are.
+        """
+        lengths = np.asarray(batch.segment_lengths)
+        line, segment = np.nonzero(lengths)
+        real = np.asarray(batch.segment_ids) > 0
+        offsets = np.concatenate([[0], np.cumsum(lengths[line, segment])]).astype(np.int32)
+        columns: dict[str, Any] = {}
+        flat = {name: np.asarray(getattr(batch, name))[real] for name in _LISTS}
+        for name, values in flat.items():
+            columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+        trajectory = rows.row_trajectory[np.asarray(batch.segment_row)[line, segment]]
+        ids = [rows.table.rollout_ids[n] for n in trajectory.tolist()]
+        columns["rollout_id"] = pa.array(ids, pa.string())
+        for name in ("group", "trajectory", "turn"):
+            place = np.asarray(getattr(batch, f"segment_{name}"))
+            columns[name] = pa.array(place[line, segment], pa.int32())
+        columns["reward"] = pa.array(rows.table.rewards[trajectory])
+        columns["advantage"] = pa.array(_first_live(flat["advantages"], flat["mask"], offsets))
+        self._writer.write_table(pa.table(columns, schema=SCHEMA))
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._writer.close()
+        if kind is not None:
+            self._partial.unlink(missing_ok=True)
+            return
+        with self._partial.open("rb") as whole:
+            os.fsync(whole.fileno())
+        self._partial.replace(self.path)
+
+
+def read_rows(path: str | PathLike[str]) -> RaggedRows:
+    """Read training rows back, with their advantages, without making Python numbers of tokens.
+
+    Args:
+      path: a file that `RowWriter` or `evsys-jax build` wrote.
+
+    Returns:
+      The rows in file order. `pack` takes the stored advantages. The table holds only the
+      trajectories that have rows, so group means can't be taken anew from it.
+
+    Raises:
+      ValueError: not such a file, or rows whose lists differ in length.
+      OSError: the file cannot be read.
+    """
+    file = pq.ParquetFile(path)
+    missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
+    if missing:
+        raise ValueError(f"{path}: no column {missing[0]!r}; not a file of training rows")
+    parts = [_flat_part(path, batch) for batch in file.iter_batches(columns=SCHEMA.names)]
+    parts = parts or [_flat_part(path, SCHEMA.empty_table().to_batches()[0])]
+    flat = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    lengths = flat.pop("lengths")
+    places = np.stack([flat.pop("group"), flat.pop("trajectory")])
+    ids, rewards = flat.pop("rollout_id"), flat.pop("reward")
+    unique, first, row_trajectory = np.unique(
+        places, axis=1, return_index=True, return_inverse=True
+    )
+    sizes = np.bincount(unique[0]) if unique.size else np.zeros(0)
+    mask_total = int(flat["sampled"].sum())
+    return RaggedRows(
+        **flat,
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        row_trajectory=row_trajectory.reshape(-1).astype(np.int32),
+        table=TrajectoryTable(
+            group=unique[0].astype(np.int32),
+            place=unique[1].astype(np.int32),
+            rewards=rewards[first],
+            votes=np.ones(len(first), bool),
+            trains=np.ones(len(first), bool),
+            group_sizes=sizes.astype(np.int32),
+            rollout_ids=tuple(ids[first].tolist()),
+        ),
+        account=TokenAccount(captured=mask_total, trained=mask_total),
+    )
+
+
+def _flat_part(path: Any, batch: pa.RecordBatch) -> dict[str, NDArray[Any]]:
+    """Undo the shift of one record batch: per row one token more than positions."""
+    lists = {name: batch.column(name) for name in _LISTS}
+    offsets = lists["input_tokens"].offsets.to_numpy()
+    lengths = np.diff(offsets)
+    for name, column in lists.items():
+        if not np.array_equal(np.diff(column.offsets.to_numpy()), lengths):
+            raise ValueError(f"{path}: {name} and input_tokens differ in length")
+    if not (lengths > 0).all():
+        raise ValueError(f"{path}: a row without positions")
+    values = {
+        name: column.flatten().to_numpy(zero_copy_only=False) for name, column in lists.items()
+    }
+    # Row r begins r tokens later than its positions do, since every row before has one more.
+    targets = np.arange(lengths.sum()) + np.repeat(np.arange(len(lengths)), lengths) + 1
+    total = int(lengths.sum()) + len(lengths)
+    heads = np.cumsum(lengths + 1) - (lengths + 1)
+    tokens = np.empty(total, np.int32)
+    tokens[targets] = values["target_tokens"]
+    tokens[heads] = values["input_tokens"][np.cumsum(lengths) - lengths]
+    flat: dict[str, NDArray[Any]] = {
+        "tokens": tokens,
+        "sampled": _behind(targets, values["mask"], total),
+        "logprobs": _behind(targets, values["logprobs"], total),
+        "advantages": _behind(targets, values["advantages"], total),
+        "lengths": lengths + 1,
+    }
+    for name in ("group", "trajectory", "turn", "reward"):
+        flat[name] = batch.column(name).to_numpy()
+    flat["rollout_id"] = np.array(batch.column("rollout_id").to_pylist(), object)
+    return flat
+
+
+def _behind(targets: NDArray[np.int64], values: NDArray[Any], total: int) -> NDArray[Any]:
+    """Lay target-aligned values over tokens; the first token of a row has none."""
+    out = np.zeros(total, values.dtype)
+    out[targets] = values
+    return out
+
+
+def _first_live(
+    advantages: NDArray[np.float32], mask: NDArray[np.bool_], offsets: NDArray[np.int32]
+) -> NDArray[np.float32]:
+    """Return each row's advantage at its first live target."""
+    live = np.append(np.flatnonzero(mask), len(mask))
+    first = live[np.searchsorted(live, offsets[:-1])]
+    found = first < offsets[1:]
+    return np.where(found, advantages[np.where(found, first, 0)], np.float32(0.0))
