@@ -23,6 +23,9 @@ from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, bucket
 from evsys_jax.ragged import RaggedRows, RowKind, TrajectoryTable, ragged_rows
 from evsys_jax.targets import RowTargets, shift_row
 
+MIN_FLAT = 2**18
+"""Flat buffers below this many tokens are not worth another shape."""
+
 Array: TypeAlias = jax.Array | NDArray[Any]
 
 
@@ -286,14 +289,15 @@ def _per_token(rows: RaggedRows, advantages: Sequence[Any]) -> NDArray[np.float3
         raise ValueError(f"{len(rows)} rows but {len(advantages)} arrays of advantages")
     flat = np.zeros(len(rows.tokens), np.float32)
     for r, (given, start, length) in enumerate(
-        zip(advantages, rows.offsets.tolist(), rows.lengths.tolist(), strict=True)
+        zip(advantages, rows.offsets[:-1].tolist(), rows.lengths.tolist(), strict=True)
     ):
         array = np.asarray(given)
         if array.shape != (length - 1,):
             raise ValueError(
                 f"row {r}: {length - 1} positions but advantages of shape {array.shape}"
             )
-        flat[start + 1 : start + length] = array
+        with np.errstate(over="ignore"):  # an infinity is named below
+            flat[start + 1 : start + length] = array
     if not np.isfinite(flat).all():
         at = int(np.flatnonzero(~np.isfinite(flat))[0])
         r = int(np.searchsorted(rows.offsets, at, side="right")) - 1
@@ -306,12 +310,13 @@ def _pad_flat(
 ) -> tuple[NDArray[Any] | None, ...]:
     """Return the flat arrays with room behind them, so that the last slice is never clamped.
 
-    The size is the batch's own, halved while the tokens fit: few shapes, and no more than twice
-    the bytes that have to be moved. What lies behind the tokens is masked, so it stays unset.
+    The size is the batch's own, halved while it is large and the tokens fit: few shapes, and no
+    more than twice the bytes that have to be moved. What lies behind the tokens stays unset, since
+    it is masked.
     """
     needed = len(rows.tokens) + width + 1
     size = (batch_rows + 1) * (width + 1)
-    while size // 2 >= needed:
+    while size > MIN_FLAT and size // 2 >= needed:
         size //= 2
     flat = (rows.tokens, rows.sampled, rows.logprobs, token_advantages)
     return tuple(None if array is None else _extended(array, size) for array in flat)

@@ -1,0 +1,160 @@
+"""Packing: shapes, widths, given advantages, and laws that a batch must keep."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from generators import random_groups
+
+from evsys_jax import batch as batch_module
+from evsys_jax.batch import pack
+from evsys_jax.ragged import ragged_rows
+from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
+
+
+def group_of(*lengths, reward=1.0):
+    """One group, one trajectory per length; each turn has a prompt of one token."""
+    return TrajectoryGroup(
+        [
+            Trajectory([Turn([1], [5] * length, [-1.0] * length)], reward * n)
+            for n, length in enumerate(lengths)
+        ]
+    )
+
+
+@pytest.mark.parametrize("pad", [0, 2, 7])
+def test_padding_is_known_by_length_not_by_token(pad):
+    group = TrajectoryGroup(
+        [
+            Trajectory([Turn([1], [5, 2], [-1.0, -1.0])], 1.0),
+            Trajectory([Turn([2, 1], [7, 7, 7], [-1.0, -1.0, -1.0])], 0.0),
+        ]
+    )
+    batch = pack([group], width=6, pad_token=pad)
+    live = np.asarray(batch.mask)
+    targets = np.asarray(batch.target_tokens)
+    assert targets[0][live[0]].tolist() == [5, 2]
+    assert targets[1][live[1]].tolist() == [7, 7, 7]
+    assert live.sum() == 5
+    assert np.asarray(batch.input_tokens)[0, 2:].tolist() == [pad] * 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pad_value_and_width_change_nothing_else(seed):
+    groups = random_groups(seed)
+    one, other = pack(groups), pack(groups, pad_token=9, width=1024)
+    width = one.shape[1]
+    for name in ("logprobs", "advantages", "mask", "positions", "segment_ids"):
+        wide = np.asarray(getattr(other, name))
+        np.testing.assert_array_equal(wide[:, :width], getattr(one, name), err_msg=name)
+        assert not wide[:, width:].any()
+
+
+def test_a_row_that_is_too_long_is_named():
+    with pytest.raises(ValueError, match=r"row 2 \(group 0, trajectory 2, turn 0\).* 9 .*> width 8"):
+        pack([group_of(5, 3, 9)], width=8)
+    assert pack([group_of(5, 3, 8)], width=8).shape == (8, 8)
+    with pytest.raises(ValueError, match="width=0"):
+        pack([group_of(1)], width=0)
+
+
+@pytest.mark.parametrize("groups", [[], [TrajectoryGroup([])], [group_of(0, 0)]])
+def test_nothing_to_train_on_is_an_empty_batch(groups):
+    batch = pack(groups)
+    assert not np.asarray(batch.mask).any()
+    assert not np.asarray(batch.segment_lengths).any()
+
+
+def test_a_batch_is_a_pytree_that_comes_back():
+    batch = pack([group_of(2, 3)])
+    leaves, structure = jax.tree.flatten(batch)
+    again = jax.tree.unflatten(structure, leaves)
+    assert all(a is b for a, b in zip(jax.tree.leaves(again), leaves, strict=True))
+    doubled = jax.jit(lambda b: jax.tree.map(lambda x: x, b))(batch)
+    np.testing.assert_array_equal(doubled.logprobs, batch.logprobs)
+
+
+def test_dtypes():
+    batch = pack([group_of(2, 3)])
+    floats, flags = ("logprobs", "advantages"), ("mask",)
+    for name in batch.__dataclass_fields__:
+        if name != "wire_mask":
+            wanted = jnp.float32 if name in floats else bool if name in flags else jnp.int32
+            assert getattr(batch, name).dtype == wanted, name
+
+
+def test_advantages_may_be_given_per_trajectory():
+    batch = pack([group_of(1, 2), group_of(1)], advantages=[[0.25, -2.0], [4.0]])
+    assert np.asarray(batch.advantages).max(axis=1)[:3].tolist() == [0.25, 0.0, 4.0]
+    assert np.asarray(batch.advantages).min(axis=1)[1] == -2.0
+    with pytest.raises(ValueError, match="group 0: 2 trajectories but 1 advantages"):
+        pack([group_of(1, 2), group_of(1)], advantages=[[0.25], [4.0]])
+    with pytest.raises(ValueError, match="2 groups but 0 lists"):
+        pack([group_of(1, 2), group_of(1)], advantages=[])
+
+
+def test_advantages_may_be_given_per_position():
+    groups = [group_of(2, 1)]
+    batch = pack(groups, advantages=[np.array([1.0, 2.0]), jnp.array([3.0])])
+    assert np.asarray(batch.advantages)[:2, :2].tolist() == [[1, 2], [3, 0]]
+    with pytest.raises(ValueError, match=r"row 1: 1 positions but advantages of shape \(2,\)"):
+        pack(groups, advantages=[np.ones(2), np.ones(2)])
+    with pytest.raises(ValueError, match="2 rows but 1 arrays"):
+        pack(groups, advantages=[np.ones(2)])
+    with pytest.raises(ValueError, match=r"row 0: advantages\[1\]"):
+        pack(groups, advantages=[np.array([1.0, np.nan]), np.ones(1)])
+
+
+def test_positional_advantages_are_zero_on_the_prompt():
+    group = TrajectoryGroup([Trajectory([Turn([1, 2, 3], [4], [-1.0])])])
+    batch = pack([group], advantages=[np.array([7.0, 7.0, 7.0])])
+    assert np.asarray(batch.advantages)[0, :3].tolist() == [0, 0, 7]
+
+
+def test_rewards_that_float32_cannot_hold_are_named():
+    with pytest.raises(ValueError, match="group 0, trajectory 1: reward"):
+        pack([group_of(1, 1, reward=1e39)])
+
+
+def test_a_subset_of_rows_keeps_the_baseline_of_its_group():
+    groups = [group_of(1, 2, 3), group_of(2, 2)]
+    whole = pack(groups)
+    rows = ragged_rows(groups)
+    part = pack(rows.take([4, 1]))
+    for b, r in enumerate([4, 1]):
+        np.testing.assert_array_equal(part.advantages[b], whole.advantages[r])
+        np.testing.assert_array_equal(part.target_tokens[b], whole.target_tokens[r])
+    assert part.segment_group[:2, 0].tolist() == [1, 0]
+
+
+def test_constant_groups_can_be_left_out():
+    groups = [group_of(1, 2, reward=0.0), group_of(1, 2), group_of(3, reward=0.0)]
+    rows = ragged_rows(groups, drop_constant=True)
+    assert rows.group.tolist() == [1, 1, 2]  # a group of one has no baseline and stays
+    assert rows.account.dropped == {"constant_group": 3}
+
+
+def test_a_stream_of_batches_compiles_no_more_programs_than_buckets():
+    batch_module._pack.clear_cache()
+    widths = range(100, 150)
+    for width in widths:
+        pack([group_of(width, width // 2)])
+    assert batch_module._pack._cache_size() <= 2  # 128 and 256 positions
+
+
+def test_shapes_are_powers_of_two():
+    assert pack([group_of(*[40] * 9)]).shape == (16, 64)
+    assert pack([group_of(33)]).shape == (8, 64)
+    assert pack([group_of(32)]).shape == (8, 32)
+
+
+def test_x64_mode_of_the_caller_changes_nothing():
+    groups = random_groups(11)
+    plain = pack(groups)
+    with jax.enable_x64(True):
+        wide = pack(groups)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(wide), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)

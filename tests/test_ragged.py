@@ -1,0 +1,171 @@
+"""Flat rows: what comes in as any kind of sequence, and what is refused by name."""
+
+from __future__ import annotations
+
+import array
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from evsys_jax import reference
+from evsys_jax.ragged import ragged_rows
+from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
+
+
+def rows_of(*turns, **options):
+    return ragged_rows([TrajectoryGroup([Trajectory(list(turns))])], **options)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        list,
+        tuple,
+        lambda x: array.array("i" if isinstance(x[0], int) else "d", x),
+        np.array,
+        jnp.array,
+        lambda x: np.array(x, object),
+        lambda x: np.array(x)[::1],
+        lambda x: np.repeat(np.array(x), 2)[::2],
+    ],
+)
+def test_any_sequence_of_numbers_serves(kind):
+    rows = rows_of(Turn(kind([1, 2]), kind([0, 1, 5]), kind([-0.5, -1.5, 0.0])))
+    assert rows.tokens.tolist() == [1, 2, 0, 1, 5]
+    assert rows.sampled.tolist() == [False, False, True, True, True]
+    assert rows.logprobs.tolist() == [0, 0, -0.5, -1.5, 0]
+    assert rows.tokens.dtype == np.int32
+    assert rows.logprobs.dtype == np.float32
+
+
+def test_objects_with_the_same_attributes_serve():
+    turn = SimpleNamespace(prompt_tokens=[1], completion_tokens=[2], logprobs=[-1.0])
+    group = SimpleNamespace(trajectories=[SimpleNamespace(turns=[turn], reward=2)])
+    rows = ragged_rows([group])
+    assert rows.tokens.tolist() == [1, 2]
+    assert rows.table.votes.tolist() == rows.table.trains.tolist() == [True]
+
+
+bad_tokens = [
+    [1, -1],
+    [1, 2**31],
+    [1, 2**32 + 5],
+    [1, 2**63],
+    [1, 2**70],
+    [1, 3.0],
+    [1, True],
+    [0, False],
+    [1, "12"],
+    [1, None],
+    np.array([1, 2**31]),
+    np.array([1, 2**32 + 5]),
+    np.array([1, -1], np.int32),
+    np.array([1, 2**63], np.uint64),
+    np.array([1.0, 2.0]),
+    np.array([True, False]),
+    np.array([[1, 2], [3, 4]]),
+]
+
+
+@pytest.mark.parametrize("tokens", bad_tokens)
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens"])
+def test_bad_tokens_raise_what_the_reference_raises(tokens, name):
+    turns = [Turn([1, 2], [3, 4], [-1.0, -1.0]) for _ in range(2)]
+    setattr(turns[1], name, tokens)
+    with pytest.raises(ValueError, match=rf"group 0, trajectory 0, turn 1: {name}\[\d\]") as ours:
+        rows_of(*turns)
+    group = TrajectoryGroup([Trajectory(turns)])
+    with pytest.raises(ValueError, match="turn 1") as theirs:
+        reference.training_rows([group], [[1.0]])
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        [-1.0, float("nan")],
+        [-1.0, float("-inf")],
+        [-1.0, -1e39],
+        [-1.0, None],
+        [-1.0, "-1"],
+        [-1.0, True],
+        np.array([-1.0, np.nan]),
+        np.array([-1.0, -1e39]),
+        np.array([True, True]),
+    ],
+)
+def test_bad_logprobs_raise_what_the_reference_raises(logprobs):
+    turn = Turn([1], [2, 3], logprobs)
+    with pytest.raises(ValueError, match=r"group 0, trajectory 0, turn 0: logprobs\[\d\]") as ours:
+        rows_of(turn)
+    with pytest.raises(ValueError, match="turn 0") as theirs:
+        reference.training_rows([TrajectoryGroup([Trajectory([turn])])], [[1.0]])
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_counts_are_checked_or_padded(caplog):
+    turns = [Turn([1], [2, 3, 4], np.array([-1.0, -2.0])), Turn([1], [2], [-1.0, -9.0])]
+    with pytest.raises(ValueError, match="turn 0: 3 completion_tokens but 2 logprobs"):
+        rows_of(*turns)
+    rows = rows_of(*turns, on_logprob_mismatch="pad")
+    assert rows.logprobs.tolist() == [0, -1, -2, 0, 0, -1]
+    assert "2 turns" in caplog.text
+
+
+def test_what_has_no_place_is_counted():
+    rows = rows_of(
+        Turn([1, 2], [], []), Turn([], [9], [-1.0]), Turn([], [5, 6], [-1.0, -2.0]), Turn([], [], [])
+    )
+    assert len(rows) == 1
+    assert rows.account.as_dict() == {
+        "captured": 3,
+        "trained": 1,
+        "masked": {},
+        "dropped": {"no_context": 2},
+        "dropped_turns": {"empty_completion": 2, "no_context": 1},
+    }
+
+
+def test_merged_rows_and_where_they_break():
+    turns = [
+        Turn([1, 2], [3], [-0.1]),
+        Turn([1, 2, 3, 4], [], []),
+        Turn([1, 2, 3, 4, 5], [6], [-0.2]),
+        Turn([1, 2, 393, 9], [10], [-0.3]),
+    ]
+    rows = rows_of(*turns, rows="merged")
+    assert rows.offsets.tolist() == [0, 6, 11]
+    assert rows.tokens.tolist() == [1, 2, 3, 4, 5, 6, 1, 2, 393, 9, 10]
+    assert rows.turn.tolist() == [0, 3]
+
+
+def test_views_into_one_array_merge_without_being_compared():
+    tokens = np.arange(100, dtype=np.int32)
+    logprobs = -np.ones(100, np.float32)
+    spans = [(2, 5), (9, 20), (30, 100)]
+    turns = [Turn(tokens[:a], tokens[a:b], logprobs[a:b]) for a, b in spans]
+    rows = rows_of(*turns, rows="merged")
+    np.testing.assert_array_equal(rows.tokens, tokens)
+    assert np.flatnonzero(np.diff(rows.sampled)).tolist() == [1, 4, 8, 19, 29]
+
+
+def test_masked_rollouts_are_counted_by_reason():
+    group = TrajectoryGroup(
+        [
+            Trajectory([Turn([1], [2, 3], [-1.0, -1.0])], 1.0),
+            Trajectory([Turn([1], [2], [])], 5.0, {"mask_reason": "lost"}, False, False),
+            Trajectory([Turn([1], [2], [])], 5.0, {}, True, False),
+        ]
+    )
+    rows = ragged_rows([group])
+    assert rows.account.masked == {"lost": 1, "not_training": 1}
+    assert rows.account.balanced
+    assert rows.table.rewards.tolist() == [1.0, 0.0, 5.0]
+
+
+def test_a_bad_reward_is_named():
+    group = TrajectoryGroup([Trajectory([], 1.0), Trajectory([], float("nan"))])
+    with pytest.raises(ValueError, match="group 0, trajectory 1: reward nan"):
+        ragged_rows([group])
