@@ -53,7 +53,9 @@ def test_pad_value_and_width_change_nothing_else(seed):
 
 
 def test_a_row_that_is_too_long_is_named():
-    with pytest.raises(ValueError, match=r"row 2 \(group 0, trajectory 2, turn 0\).* 9 .*> width 8"):
+    with pytest.raises(
+        ValueError, match=r"row 2 \(group 0, trajectory 2, turn 0\).* 9 .*> width 8"
+    ):
         pack([group_of(5, 3, 9)], width=8)
     assert pack([group_of(5, 3, 8)], width=8).shape == (8, 8)
     with pytest.raises(ValueError, match="width=0"):

@@ -116,7 +116,10 @@ def test_counts_are_checked_or_padded(caplog):
 
 def test_what_has_no_place_is_counted():
     rows = rows_of(
-        Turn([1, 2], [], []), Turn([], [9], [-1.0]), Turn([], [5, 6], [-1.0, -2.0]), Turn([], [], [])
+        Turn([1, 2], [], []),
+        Turn([], [9], [-1.0]),
+        Turn([], [5, 6], [-1.0, -2.0]),
+        Turn([], [], []),
     )
     assert len(rows) == 1
     assert rows.account.as_dict() == {

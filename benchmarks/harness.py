@@ -1,0 +1,82 @@
+"""What every benchmark shares: seeded rollouts at three scales, interleaved timing, versions."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+
+import numpy as np
+
+from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
+
+SCALES = {
+    "few long": {"groups": 4, "rollouts": 4, "turns": 4, "tokens": 16_000},
+    "balanced": {"groups": 32, "rollouts": 8, "turns": 4, "tokens": 1_200},
+    "many short": {"groups": 256, "rollouts": 16, "turns": 1, "tokens": 150},
+}
+"""`balanced` is 256 rollouts of 4 turns, about 1,200 tokens a row."""
+
+
+def make_groups(
+    *, groups: int, rollouts: int, turns: int, tokens: int, arrays: bool, seed: int = 0
+) -> list[TrajectoryGroup]:
+    """Make multi-turn rollouts whose rows have about `tokens` tokens, a quarter of them sampled."""
+    rng = np.random.default_rng(seed)
+    return [
+        TrajectoryGroup(
+            [
+                Trajectory(_turns(rng, turns, tokens, arrays), float(rng.integers(0, 2)))
+                for _ in range(rollouts)
+            ]
+        )
+        for _ in range(groups)
+    ]
+
+
+def _turns(rng: np.random.Generator, turns: int, tokens: int, arrays: bool) -> list[Turn]:
+    total = int(tokens * rng.uniform(1.2, 2.0))
+    chain = rng.integers(0, 150_000, total).astype(np.int32)
+    scores = -rng.exponential(size=total).astype(np.float32)
+    edges = np.sort(rng.choice(np.arange(1, total), 2 * turns - 1, replace=False))
+    made = []
+    for start, end in zip(edges[::2], np.append(edges[1::2], total), strict=True):
+        fields = chain[:start], chain[start:end], scores[start:end]
+        made.append(Turn(*(field if arrays else field.tolist() for field in fields)))
+    return made
+
+
+def measure(
+    contenders: dict[str, Callable[[], object]], repeats: int = 7
+) -> dict[str, tuple[float, float]]:
+    """Time functions in turn, so that a noisy minute hits all of them alike.
+
+    Returns:
+      Name to (median, minimum) seconds; the first call of each is warm-up and not counted.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for function in contenders.values():
+        function()
+    for _ in range(repeats):
+        for name, function in contenders.items():
+            gc.collect()
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+    return {name: (statistics.median(values), min(values)) for name, values in times.items()}
+
+
+def describe(*packages: str) -> str:
+    """Name the machine, the device and the versions that a figure belongs to."""
+    import jax
+
+    versions = " ".join(f"{package} {version(package)}" for package in packages)
+    device = jax.devices()[0]
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores, {device.platform} ({device.device_kind}),"
+        f" Python {platform.python_version()}, {versions}"
+    )

@@ -1,0 +1,121 @@
+"""The command line, as a user runs it: exit codes, one clear line, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from evsys_jax import reference
+from evsys_jax.cli import app
+from evsys_jax.collect import collect
+from evsys_jax.dataset import read_rows
+
+EXAMPLE = str(Path(__file__).parent.parent / "examples" / "rollouts" / "rollouts.jsonl")
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("rows", ["turns", "merged"])
+def test_build_writes_the_references_rows(tmp_path, rows):
+    result = invoke("build", EXAMPLE, "--out", tmp_path, "--rows", rows)
+    assert result.exit_code == 0, result.output
+    groups, _ = collect(EXAMPLE)
+    wanted = reference.training_rows(groups, reference.compute_advantages(groups), rows=rows)
+    frame = pd.read_parquet(tmp_path / "rows.parquet")
+    assert [t.tolist() for t in frame.target_tokens] == [row.target_tokens for row in wanted]
+    for stored, row in zip(frame.advantages, wanted, strict=True):
+        np.testing.assert_array_equal(stored, np.array(row.advantages, np.float32))
+    assert "masked: broken_prefix" in result.stdout
+
+
+def test_the_account_adds_up(tmp_path):
+    result = invoke("build", EXAMPLE, "--out", tmp_path, "--json", "--drop-constant")
+    summary = json.loads(result.stdout)
+    tokens = summary["tokens"]
+    parts = [tokens["trained"], *tokens["masked"].values(), *tokens["dropped"].values()]
+    assert tokens["captured"] == sum(parts)
+    assert tokens["dropped"]["constant_group"] > 0
+    assert tokens["trained"] == int(read_rows(tmp_path / "rows.parquet").sampled.sum())
+    items = [
+        item
+        for line in Path(EXAMPLE).read_text().splitlines()
+        for item in json.loads(line)["response"]["output"]
+    ]
+    assert tokens["captured"] == sum(len(item.get("generation_token_ids", ())) for item in items)
+    stored = json.loads((tmp_path / "report.json").read_text())
+    assert len(stored["verdicts"]) == summary["rollouts"] == 64
+    assert {v["reason"] for v in stored["verdicts"]} == {"", *summary["masked_rollouts"]}
+
+
+def test_no_normalize_keeps_the_rewards(tmp_path):
+    invoke("build", EXAMPLE, "--out", tmp_path, "--no-normalize")
+    frame = pd.read_parquet(tmp_path / "rows.parquet")
+    assert (frame.advantage == frame.reward).all()
+
+
+def test_nothing_trains(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text('{"_ng_task_index": 0, "_ng_rollout_index": 0, "reward": 1}\n')
+    result = invoke("build", path, "--out", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "no_generation" in result.stdout
+    assert not (tmp_path / "out" / "rows.parquet").exists()
+
+
+@pytest.mark.parametrize("command", ["build", "verify"])
+@pytest.mark.parametrize("content", [None, "", "\n\n", "not json\n", "[1, 2]\n"])
+def test_unreadable_input_is_one_line(tmp_path, command, content):
+    path = tmp_path / "rollouts.jsonl"
+    if content is not None:
+        path.write_text(content)
+    out = ["--out", tmp_path / "out"] if command == "build" else []
+    result = invoke(command, path, *out)
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "rollouts.jsonl" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = invoke("build", EXAMPLE, "--out", tmp_path / "file")
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_bad_usage():
+    assert invoke("build", EXAMPLE).exit_code == 2
+    assert invoke("build", EXAMPLE, "--out", "x", "--rows", "both").exit_code == 2
+    assert invoke("no-such-command").exit_code == 2
+
+
+@pytest.mark.parametrize("rows", ["turns", "merged"])
+def test_verify_says_identical(rows):
+    result = invoke("verify", EXAMPLE, "--rows", rows)
+    assert result.exit_code == 0
+    assert result.stdout.endswith("positions: identical\n")
+
+
+def test_verify_shows_the_first_differences(monkeypatch):
+    real = reference._shift
+
+    def spoil(sequence, advantage, group, trajectory):
+        row = real(sequence, advantage, group, trajectory)
+        if (group, trajectory) == (2, 1):
+            row.target_tokens[-1] += 1
+        return row
+
+    monkeypatch.setattr(reference, "_shift", spoil)
+    result = invoke("verify", EXAMPLE)
+    assert result.exit_code == 1
+    assert "rows differ" in result.stdout
+    assert "(group 2, trajectory 1, turn 0): target_tokens[" in result.stdout
+    found = json.loads(invoke("verify", EXAMPLE, "--json").stdout)
+    assert found["differing_rows"] == len(found["differences"]) > 0

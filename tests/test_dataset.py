@@ -1,0 +1,101 @@
+"""Training rows on disk: other readers can use them, and they come back as they went."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from generators import random_groups
+
+from evsys_jax import reference
+from evsys_jax.batch import pack
+from evsys_jax.dataset import RowWriter, read_rows
+from evsys_jax.ragged import ragged_rows
+from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
+
+
+def write(path, groups, parts=1, **options):
+    rows = ragged_rows(groups, **options)
+    with RowWriter(path) as writer:
+        for index in np.array_split(np.arange(len(rows)), parts):
+            chosen = rows.take(index)
+            writer.write(pack(chosen), chosen)
+    return rows
+
+
+@pytest.mark.parametrize("rows", ["turns", "merged"])
+def test_pandas_reads_what_the_reference_says(tmp_path, rows):
+    groups = random_groups(7)
+    write(tmp_path / "rows.parquet", groups, parts=3, rows=rows)
+    frame = pd.read_parquet(tmp_path / "rows.parquet")
+    wanted = reference.training_rows(groups, reference.compute_advantages(groups), rows=rows)
+    assert len(frame) == len(wanted)
+    for record, row in zip(frame.to_dict("records"), wanted, strict=True):
+        assert record["input_tokens"].tolist() == row.input_tokens
+        assert record["target_tokens"].tolist() == row.target_tokens
+        assert record["mask"].tolist() == row.mask
+        np.testing.assert_array_equal(record["logprobs"], np.array(row.logprobs, np.float32))
+        assert (record["group"], record["trajectory"], record["turn"]) == (
+            row.group,
+            row.trajectory,
+            row.turn,
+        )
+        live = row.advantages[row.mask.index(True)]
+        assert record["advantage"] == pytest.approx(live, rel=1e-6)
+        member = groups[row.group].trajectories[row.trajectory]
+        assert record["reward"] == member.reward
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_come_back(tmp_path, seed):
+    groups = random_groups(seed)
+    rows = write(tmp_path / "rows.parquet", groups, parts=2)
+    again = read_rows(tmp_path / "rows.parquet")
+    np.testing.assert_array_equal(again.offsets, rows.offsets)
+    np.testing.assert_array_equal(again.tokens, rows.tokens)
+    before, after = pack(rows, width=64), pack(again, width=64)
+    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_rollout_ids_and_rewards(tmp_path):
+    turn = Turn([1], [2], [-1.0])
+    members = [Trajectory([turn], float(n), {"rollout_id": f"0-{n}"}) for n in range(3)]
+    members[1].trains = False
+    write(tmp_path / "rows.parquet", [TrajectoryGroup(members)])
+    table = pq.read_table(tmp_path / "rows.parquet")
+    assert table["rollout_id"].to_pylist() == ["0-0", "0-2"]
+    assert table["advantage"].to_pylist() == [-1.0, 1.0]
+    again = read_rows(tmp_path / "rows.parquet")
+    assert again.table.rollout_ids == ("0-0", "0-2")
+    assert again.table.rewards.tolist() == [0.0, 2.0]
+    assert again.advantages.tolist() == [0, -1, 0, 1]
+
+
+def test_a_file_appears_only_when_it_is_whole(tmp_path):
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"yesterday's")
+    rows = ragged_rows([TrajectoryGroup([Trajectory([Turn([1], [2], [-1.0])])])])
+
+    def fail_half_way():
+        with RowWriter(path) as writer:
+            writer.write(pack(rows), rows)
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        fail_half_way()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.parquet"]
+    assert path.read_bytes() == b"yesterday's"
+
+
+def test_files_of_another_kind_are_refused(tmp_path):
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"not parquet")
+    with pytest.raises(ValueError, match=r"."):
+        read_rows(path)
+    pq.write_table(pa.table({"input_tokens": [[1]]}), path)
+    with pytest.raises(ValueError, match="no column 'target_tokens'"):
+        read_rows(path)

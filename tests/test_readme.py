@@ -1,0 +1,28 @@
+"""The README says what the code does: its example runs as printed, its lines are CI's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_runs_and_prints_what_it_says(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    promised = re.findall(r"^print\(.*\)  # (.*?)(?::|$)", code, re.MULTILINE)
+    assert capsys.readouterr().out.splitlines() == promised
+    assert len(promised) == 4
+
+
+def test_the_setup_lines():
+    build, test = re.findall(r"^python3 -m venv .*$", README, re.MULTILINE)
+    assert "evsys-jax build examples/rollouts/" in build
+    assert test.endswith("pytest")
+
+
+def test_the_tables_name_what_exists():
+    for path in re.findall(r"`(evsys_jax/\w+\.py)`", README):
+        assert (ROOT / path).exists(), path
