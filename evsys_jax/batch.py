@@ -6,11 +6,13 @@ batches compiles a handful of programs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,15 +20,16 @@ from jax import lax
 from numpy.typing import NDArray
 
 from evsys_jax import reference
-from evsys_jax.advantages import centre, group_advantages
-from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, bucket
+from evsys_jax.advantage_inputs import AdvantageInputs, advantage_inputs
+from evsys_jax.advantages import Baseline, Rewards, Scale, centre, group_advantages
+from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, Layout, bucket, plan_slots
 from evsys_jax.ragged import RaggedRows, RowKind, TrajectoryTable, ragged_rows
-from evsys_jax.targets import RowTargets, shift_row
-
-MIN_FLAT = 2**18
-"""Flat buffers below this many tokens are not worth another shape."""
+from evsys_jax.targets import RowTargets, lay_segments, shift_row
 
 Array: TypeAlias = jax.Array | NDArray[Any]
+OverlongPolicy: TypeAlias = Literal["error", "mask"]
+
+logger = logging.getLogger(__name__)
 
 
 @partial(
@@ -96,78 +99,119 @@ def pack(
     advantages: Sequence[Any] | None = None,
     width: int | None = None,
     pad_token: int = 0,
+    layout: Layout = "padded",
+    overlong: OverlongPolicy = "error",
+    baseline: Baseline | None = None,
+    scale: Scale = "none",
     drop_constant: bool = False,
 ) -> TokenBatch:
-    """Make one padded batch: advantages, shift, mask and padding in one jitted call.
+    """Make one batch: advantages, shift, mask and padding in one jitted call.
 
     Args:
       groups_or_rows: [G] groups (see `evsys_jax.rollouts`), or what `ragged_rows` made of them.
       rows: "turns" or "merged", as in `ragged_rows`; of no effect on rows that are made already.
       normalize: subtract the mean of each group's voters; False takes the rewards as they are.
       advantages: None; or one number per trajectory as nested lists [G][N_g]; or one 1-D array
-        per row, of one float32 per position (a row of n tokens has n - 1). Wins over `normalize`.
-        Off the mask they are set to zero.
+        per row, of one float32 per position (a row of n tokens has n - 1). Wins over all that is
+        said of rewards. Off the mask they are set to zero.
       width: T, the positions of a batch row; None takes the longest row's, rounded up.
       pad_token: fills `input_tokens` and `target_tokens` in padding. Nothing depends on it.
+      layout: "padded" for one row per batch row; "packed" for as many as fit, each shifted before
+        it is laid down, by first-fit decreasing. A row is never split.
+      overlong: "error"; or "mask" to leave rows longer than `width` out, with a warning that
+        counts them (`RaggedRows.without_overlong` keeps the account).
+      baseline: "mean", "leave_one_out" or "none"; None goes by `normalize`. See
+        `evsys_jax.advantages`.
+      scale: "none", "group_std" or "batch_std".
       drop_constant: as in `ragged_rows`; of no effect on rows that are made already.
 
     Returns:
-      A `TokenBatch` on JAX's default device, rows in their given order, S = 1, filler last.
+      A `TokenBatch` on JAX's default device. Padded: rows in their given order, S = 1, filler
+      last. Packed: `segment_row` tells the order; `unpack` gives it back.
 
     Raises:
       ValueError: what `ragged_rows` raises; a row longer than `width`, named; advantages that
         don't match the groups or rows, or are not finite float32.
     """
+    reference.check_choice("layout", layout, ("padded", "packed"))
+    reference.check_choice("overlong", overlong, ("error", "mask"))
     ragged = (
         groups_or_rows
         if isinstance(groups_or_rows, RaggedRows)
         else ragged_rows(groups_or_rows, rows=rows, drop_constant=drop_constant)
     )
-    token_advantages, scalars, kept = _advantage_inputs(ragged, advantages, normalize)
-    batch_rows = bucket(len(ragged), MIN_ROWS)
-    positions = _padded_width(ragged, width)
-    flat = _pad_flat(ragged, token_advantages, batch_rows, positions)
-    index = np.full((4, batch_rows), -1, np.int32)
-    index[:, : len(ragged)] = (
-        ragged.group,
-        ragged.trajectory,
-        ragged.turn,
-        np.arange(len(ragged)),
+    inputs = advantage_inputs(
+        ragged, advantages, baseline=_baseline(normalize, baseline), scale=scale
     )
-    # The means are taken in float64, the one place that needs it, and only there.
-    with jax.enable_x64(True):
-        batch: TokenBatch = _pack(
-            *flat,
-            _padded(ragged.offsets[:-1], batch_rows, np.int32),
-            _padded(ragged.lengths, batch_rows, np.int32),
-            _padded(ragged.row_trajectory, batch_rows, np.int32),
-            # One size for everything counted in trajectories: fewer shapes, fewer programs.
-            *_padded_members(ragged.table, scalars, kept, batch_rows),
-            index,
-            np.int32(pad_token),
-            width=positions,
-        )
-    return batch
+    positions = ragged.lengths - 1
+    width = _chosen_width(ragged, width, overlong)
+    slots = plan_slots(positions, width, layout)
+    slots = np.pad(
+        slots, [(0, bucket(len(slots), MIN_ROWS) - len(slots)), (0, 0)], constant_values=-1
+    )
+    return pack_slots(ragged, slots, inputs, width=width, pad_token=pad_token)
 
 
-def trajectory_advantages(table: TrajectoryTable, *, normalize: bool) -> NDArray[np.float64]:
+def microbatches(
+    rows: RaggedRows,
+    *,
+    max_tokens: int,
+    width: int | None = None,
+    layout: Layout = "padded",
+    normalize: bool = True,
+    advantages: Sequence[Any] | None = None,
+    baseline: Baseline | None = None,
+    scale: Scale = "none",
+    pad_token: int = 0,
+) -> Iterator[TokenBatch]:
+    """Yield batches of one shape under a token budget, with every row in exactly one of them.
+
+    Args:
+      rows: what `ragged_rows` returns. Group means are those of all its trajectories, whichever
+        rows share a batch.
+      max_tokens: B * T of each batch at most.
+      width: T; None takes the longest row's positions, rounded up.
+      layout: as in `pack`; "packed" plans over all rows at once.
+      normalize, advantages, baseline, scale, pad_token: as in `pack`.
+
+    Raises:
+      ValueError: what `pack` raises, or a budget that is smaller than one batch row.
+    """
+    inputs = advantage_inputs(
+        rows, advantages, baseline=_baseline(normalize, baseline), scale=scale
+    )
+    width = _chosen_width(rows, width, "error")
+    if max_tokens < width:
+        raise ValueError(f"max_tokens={max_tokens} holds no batch row of {width} positions")
+    slots = plan_slots(rows.lengths - 1, width, layout)
+    count = max(1, min(max_tokens // width, len(slots)))
+    for first in range(0, len(slots), count):
+        part = slots[first : first + count]
+        part = np.pad(part, [(0, count - len(part)), (0, 0)], constant_values=-1)
+        yield pack_slots(rows, part, inputs, width=width, pad_token=pad_token)
+
+
+def trajectory_advantages(
+    table: TrajectoryTable, *, baseline: Baseline = "mean", scale: Scale = "none"
+) -> NDArray[np.float64]:
     """Compute the advantages of N trajectories in float64, with the kernel that `pack` runs.
 
     Args:
       table: the N trajectories.
-      normalize: subtract the mean of each group's voters.
+      baseline: as in `pack`.
+      scale: as in `pack`.
 
     Returns:
       [N] float64. Computed on the CPU backend where there is one, since not every accelerator
       has the float64 of IEEE 754.
     """
-    centred, kept = centre(table, normalize=normalize)
-    members = _padded_members(table, centred, kept, MIN_ROWS)
+    members = _padded_members(centre(table), MIN_ROWS)
     with jax.enable_x64(True), jax.default_device(_float64_device()):
-        return np.asarray(_group_advantages(*members))[: len(table)]
+        flat = _group_advantages(members, baseline=baseline, scale=scale)
+        return np.asarray(flat)[: len(table)]
 
 
-_group_advantages = jax.jit(group_advantages)
+_group_advantages = jax.jit(group_advantages, static_argnames=("baseline", "scale"))
 
 
 def _float64_device() -> jax.Device | None:
@@ -177,69 +221,12 @@ def _float64_device() -> jax.Device | None:
         return None
 
 
-def _padded_members(
-    table: TrajectoryTable,
-    scalars: NDArray[np.float64],
-    kept: NDArray[np.bool_],
-    minimum: int,
-) -> tuple[NDArray[Any], ...]:
-    """Return scalars, votes, group ids from 0 without gaps, and kept, rounded up in size."""
-    size = bucket(len(table), minimum)
-    group_ids = np.unique(table.group, return_inverse=True)[1]
-    return (
-        _padded(scalars, size, np.float64),
-        _padded(table.votes, size, np.bool_),
-        _padded(group_ids, size, np.int32),
-        _padded(kept, size, np.bool_),
-    )
+def _baseline(normalize: bool, baseline: Baseline | None) -> Baseline:
+    chosen: Any = reference.choose_baseline(normalize, baseline)
+    return cast(Baseline, chosen)
 
 
-@partial(jax.jit, static_argnames=("width",))
-def _pack(
-    tokens: jax.Array,
-    sampled: jax.Array,
-    logprobs: jax.Array,
-    token_advantages: jax.Array | None,
-    starts: jax.Array,
-    lengths: jax.Array,
-    row_trajectory: jax.Array,
-    centred: jax.Array,
-    votes: jax.Array,
-    group_ids: jax.Array,
-    keeps_reward: jax.Array,
-    index: jax.Array,
-    pad_token: jax.Array,
-    *,
-    width: int,
-) -> TokenBatch:
-    """Compose the kernels: group means over [N], then one `shift_row` per batch row."""
-    by_trajectory = group_advantages(centred, votes, group_ids, keeps_reward)
-    by_row = by_trajectory.astype(jnp.float32)[row_trajectory]
-
-    def one_row(start: jax.Array, length: jax.Array, advantage: jax.Array) -> RowTargets:
-        def cut(flat: jax.Array) -> jax.Array:
-            return lax.dynamic_slice(flat, (start,), (width + 1,))
-
-        own = advantage if token_advantages is None else cut(token_advantages)
-        # Without the barrier XLA fuses the slices into each of the seven outputs and makes them
-        # again for every one, at three times the cost.
-        windows = (cut(tokens), cut(sampled), cut(logprobs))
-        window_tokens, window_sampled, window_logprobs = lax.optimization_barrier(windows)
-        return shift_row(window_tokens, window_sampled, window_logprobs, own, length, pad_token)
-
-    targets = jax.vmap(one_row)(starts, lengths, by_row)
-    group, trajectory, turn, row = index[:, :, None]
-    return TokenBatch(
-        **targets._asdict(),
-        segment_lengths=jnp.maximum(lengths - 1, jnp.int32(0))[:, None],
-        segment_group=group,
-        segment_trajectory=trajectory,
-        segment_turn=turn,
-        segment_row=row,
-    )
-
-
-def _padded_width(rows: RaggedRows, width: int | None) -> int:
+def _chosen_width(rows: RaggedRows, width: int | None, overlong: OverlongPolicy) -> int:
     """Return T: the width asked for if every row fits, else the longest row's bucket."""
     positions = rows.lengths - 1
     if width is None:
@@ -247,7 +234,9 @@ def _padded_width(rows: RaggedRows, width: int | None) -> int:
     if width < 1:
         raise ValueError(f"width={width} holds no position")
     too_long = np.flatnonzero(positions > width)
-    if len(too_long):
+    if len(too_long) and overlong == "mask":
+        logger.warning("%d rows are longer than width %d and left out", len(too_long), width)
+    elif len(too_long):
         r = int(too_long[0])
         raise ValueError(
             f"row {r} (group {rows.group[r]}, trajectory {rows.trajectory[r]}, turn"
@@ -256,79 +245,135 @@ def _padded_width(rows: RaggedRows, width: int | None) -> int:
     return width
 
 
-def _advantage_inputs(
-    rows: RaggedRows, advantages: Sequence[Any] | None, normalize: bool
-) -> tuple[NDArray[np.float32] | None, NDArray[np.float64], NDArray[np.bool_]]:
-    """Return advantages per token [L] or None, and numbers per trajectory [N] to centre or keep."""
-    table = rows.table
-    everyone, nothing = np.ones(len(table), bool), np.zeros(len(table))
-    if advantages is None and rows.advantages is not None:
-        return rows.advantages, nothing, everyone
-    if advantages is None:
-        centred, kept = centre(table, normalize=normalize)
-        large = table.trains & ~(np.abs(centred) < reference.FLOAT32_LIMIT / np.where(kept, 1, 2))
-        if large.any():
-            n = int(np.flatnonzero(large)[0])
-            raise ValueError(
-                f"group {table.group[n]}, trajectory {table.place[n]}: reward"
-                f" {table.rewards[n]} gives no finite float32 advantage"
-            )
-        return None, centred, kept
-    if len(advantages) and all(hasattr(item, "ndim") and item.ndim for item in advantages):
-        return _per_token(rows, advantages), nothing, everyone
-    members = np.split(table.trains, np.cumsum(table.group_sizes)[:-1])
-    trains = [part.tolist() for part in members] if len(table.group_sizes) else []
-    reference.check_advantages(advantages, trains)
-    given = np.array([float(a) for group in advantages for a in group], np.float64)
-    return None, np.where(table.trains, given, 0.0), everyone
+def pack_slots(
+    rows: RaggedRows,
+    slots: NDArray[np.int64],
+    inputs: AdvantageInputs,
+    *,
+    width: int,
+    pad_token: int,
+) -> TokenBatch:
+    """Lay planned rows down: `slots` [B, S] holds the row of each segment, -1 where there is none.
 
-
-def _per_token(rows: RaggedRows, advantages: Sequence[Any]) -> NDArray[np.float32]:
-    """Lay one array per row, per position, over the tokens that the positions predict."""
-    if len(advantages) != len(rows):
-        raise ValueError(f"{len(rows)} rows but {len(advantages)} arrays of advantages")
-    flat = np.zeros(len(rows.tokens), np.float32)
-    for r, (given, start, length) in enumerate(
-        zip(advantages, rows.offsets[:-1].tolist(), rows.lengths.tolist(), strict=True)
-    ):
-        array = np.asarray(given)
-        if array.shape != (length - 1,):
-            raise ValueError(
-                f"row {r}: {length - 1} positions but advantages of shape {array.shape}"
-            )
-        with np.errstate(over="ignore"):  # an infinity is named below
-            flat[start + 1 : start + length] = array
-    if not np.isfinite(flat).all():
-        at = int(np.flatnonzero(~np.isfinite(flat))[0])
-        r = int(np.searchsorted(rows.offsets, at, side="right")) - 1
-        raise ValueError(f"row {r}: advantages[{at - rows.offsets[r] - 1}] is not a finite float32")
-    return flat
-
-
-def _pad_flat(
-    rows: RaggedRows, token_advantages: NDArray[np.float32] | None, batch_rows: int, width: int
-) -> tuple[NDArray[Any] | None, ...]:
-    """Return the flat arrays with room behind them, so that the last slice is never clamped.
-
-    The size is the batch's own, halved while it is large and the tokens fit: few shapes, and no
-    more than twice the bytes that have to be moved. What lies behind the tokens stays unset, since
-    it is masked.
+    The second half of `pack`, for plans made elsewhere.
     """
-    needed = len(rows.tokens) + width + 1
-    size = (batch_rows + 1) * (width + 1)
-    while size > MIN_FLAT and size // 2 >= needed:
-        size //= 2
-    flat = (rows.tokens, rows.sampled, rows.logprobs, token_advantages)
-    return tuple(None if array is None else _extended(array, size) for array in flat)
+    used = slots >= 0
+    chosen = np.where(used, slots, 0)
+
+    def per_slot(values: NDArray[Any], filler: int) -> NDArray[np.int32]:
+        taken = values[chosen] if len(values) else chosen
+        return np.where(used, taken, filler).astype(np.int32)
+
+    token_advantages, rewards, baseline, scale = inputs
+    size = len(slots) * (width + slots.shape[1]) + width + 1
+    flat, starts = rows.lay(slots, token_advantages, size=size, room=width + 1)
+    # The means are taken in float64, the one place that needs it, and only there.
+    with jax.enable_x64(True):
+        batch: TokenBatch = _pack(
+            *flat,
+            starts,
+            per_slot(rows.lengths, 0),
+            per_slot(rows.row_trajectory, 0),
+            # One size for everything counted in trajectories: fewer shapes, fewer programs.
+            _padded_members(rewards, len(slots)),
+            np.stack(
+                [
+                    per_slot(rows.group, -1),
+                    per_slot(rows.trajectory, -1),
+                    per_slot(rows.turn, -1),
+                    per_slot(np.arange(len(rows)), -1),
+                ]
+            ),
+            np.int32(pad_token),
+            width=width,
+            baseline=baseline,
+            scale=scale,
+        )
+    return batch
 
 
-def _extended(array: NDArray[Any], size: int) -> NDArray[Any]:
-    out = np.empty(size, array.dtype)
+def _padded_members(inputs: Rewards, minimum: int) -> Rewards:
+    """Round N up; filler neither votes nor counts."""
+    size = bucket(len(inputs.rewards), bucket(minimum, MIN_ROWS))
+    return Rewards(*(_padded(np.asarray(values), size) for values in inputs))
+
+
+@partial(jax.jit, static_argnames=("width", "baseline", "scale"))
+def _pack(
+    tokens: jax.Array,
+    sampled: jax.Array,
+    logprobs: jax.Array,
+    token_advantages: jax.Array | None,
+    starts: jax.Array,
+    lengths: jax.Array,
+    trajectory: jax.Array,
+    rewards: Rewards,
+    index: jax.Array,
+    pad_token: jax.Array,
+    *,
+    width: int,
+    baseline: Baseline,
+    scale: Scale,
+) -> TokenBatch:
+    """Compose the kernels: advantages over [N], then one kernel per batch row.
+
+    `starts`, `lengths` and `trajectory` are [B, S]; a batch row with one segment is a slice of
+    the flat arrays, one with several is gathered.
+    """
+    by_trajectory = group_advantages(rewards, baseline=baseline, scale=scale)
+    by_segment = by_trajectory.astype(jnp.float32)[trajectory]
+    flat = (tokens, sampled, logprobs)
+
+    def sliced(start: jax.Array, length: jax.Array, advantage: jax.Array) -> RowTargets:
+        def cut(values: jax.Array) -> jax.Array:
+            return lax.dynamic_slice(values, start, (width + 1,))
+
+        own = advantage[0] if token_advantages is None else cut(token_advantages)
+        # Without the barrier XLA fuses the slices into each of the seven outputs and makes them
+        # again for every one, at three times the cost.
+        windows = lax.optimization_barrier(tuple(cut(values) for values in flat))
+        row_tokens, row_sampled, row_logprobs = windows
+        return shift_row(row_tokens, row_sampled, row_logprobs, own, length[0], pad_token)
+
+    def gathered(start: jax.Array, length: jax.Array, advantage: jax.Array) -> RowTargets:
+        own = advantage if token_advantages is None else token_advantages
+        return lay_segments(*flat, own, start, length, pad_token, width=width)
+
+    one_row = sliced if starts.shape[1] == 1 else gathered
+    targets = jax.vmap(one_row)(starts, lengths, by_segment)
+    group, place, turn, row = index
+    return TokenBatch(
+        **targets._asdict(),
+        segment_lengths=jnp.maximum(lengths - 1, jnp.int32(0)),
+        segment_group=group,
+        segment_trajectory=place,
+        segment_turn=turn,
+        segment_row=row,
+    )
+
+
+def _padded(array: NDArray[Any], size: int) -> NDArray[Any]:
+    out = np.zeros(size, array.dtype)
     out[: len(array)] = array
     return out
 
 
-def _padded(array: NDArray[Any], size: int, dtype: Any) -> NDArray[Any]:
-    out = np.zeros(size, dtype)
-    out[: len(array)] = array
-    return out
+def attention_mask(segment_ids: jax.Array) -> jax.Array:
+    """Tell which positions a position may attend to: earlier ones of its own segment.
+
+    Args:
+      segment_ids: [B, T] int32, 0 in padding.
+
+    Returns:
+      [B, T, T] bool, query by key. A padding position attends to itself alone, so that a softmax
+      over the mask stays finite.
+    """
+    chex.assert_rank(segment_ids, 2)
+
+    def one_row(ids: jax.Array) -> jax.Array:
+        position = jnp.arange(ids.shape[0], dtype=jnp.int32)
+        causal = position[:, None] >= position[None, :]
+        own = (ids[:, None] == ids[None, :]) & (ids[:, None] > 0)
+        return (causal & own) | (position[:, None] == position[None, :])
+
+    return jax.vmap(one_row)(segment_ids)

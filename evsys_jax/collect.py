@@ -19,7 +19,8 @@ import orjson
 
 from evsys_jax import reference
 from evsys_jax.account import TokenAccount
-from evsys_jax.ragged import RaggedRows, logprob_array, token_array
+from evsys_jax.flat import logprob_array, token_array
+from evsys_jax.ragged import RaggedRows
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 
 _ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

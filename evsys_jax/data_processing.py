@@ -54,7 +54,7 @@ def compute_advantages(
     from evsys_jax.batch import trajectory_advantages
 
     table = trajectory_table(trajectory_groups)
-    flat = iter(trajectory_advantages(table, normalize=normalize).tolist())
+    flat = iter(trajectory_advantages(table, baseline="mean" if normalize else "none").tolist())
     return [[next(flat) for _ in range(size)] for size in table.group_sizes.tolist()]
 
 

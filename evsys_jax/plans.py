@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
+
+Layout: TypeAlias = Literal["padded", "packed"]
 
 MIN_ROWS = 8
 MIN_WIDTH = 32
@@ -60,3 +64,55 @@ def in_order(positions: NDArray[np.integer], max_positions: int) -> list[slice]:
     if first < len(positions):
         batches.append(slice(first, len(positions)))
     return batches
+
+
+def plan_slots(positions: NDArray[np.integer], width: int, layout: Layout) -> NDArray[np.int64]:
+    """Give every row that fits a place in some batch row.
+
+    Args:
+      positions: [R] positions of each row; rows longer than `width` get no place.
+      width: T.
+      layout: "padded" for one row per batch row, in order; "packed" for first-fit decreasing.
+
+    Returns:
+      [B, S] row indices, -1 where there is none. Packed, S is rounded up to a power of two.
+    """
+    fitting = np.flatnonzero(positions <= width)
+    if layout == "padded":
+        return fitting[:, None]
+    bins = first_fit_decreasing(positions[fitting], width)
+    most = bucket(max((len(rows) for rows in bins), default=1), 1)
+    slots = np.full((len(bins), most), -1, np.int64)
+    for b, rows in enumerate(bins):
+        slots[b, : len(rows)] = fitting[rows]
+    return slots
+
+
+def first_fit_decreasing(sizes: NDArray[np.integer], capacity: int) -> list[list[int]]:
+    """Pack items into bins: largest first, each into the first bin that has room.
+
+    Uses at most 11/9 of the fewest bins possible, plus one (Johnson 1973). Bins of equal room are
+    found by a tree of maxima, so that the plan takes about R log R steps.
+
+    Args:
+      sizes: [R] sizes, each at most `capacity`.
+      capacity: of every bin.
+
+    Returns:
+      The items of each bin, in the order in which they came in.
+    """
+    leaves = bucket(len(sizes), 1)
+    room = [capacity] * (2 * leaves)  # heap order: node i has children 2i and 2i + 1
+    bins: list[list[int]] = []
+    for item in np.argsort(-sizes.astype(np.int64), kind="stable").tolist():
+        size, node = int(sizes[item]), 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= size else 2 * node + 1
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(item)
+        room[node] -= size
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return bins

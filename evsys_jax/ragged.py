@@ -6,10 +6,10 @@ that the kernels behind it need not, and it accounts for every token that it lea
 
 from __future__ import annotations
 
+import copy
 import logging
-import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -17,9 +17,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from evsys_jax import reference
 from evsys_jax.account import TokenAccount
+from evsys_jax.flat import Pieces, fill
 
 RowKind: TypeAlias = Literal["turns", "merged"]
 MismatchPolicy: TypeAlias = Literal["error", "pad"]
+
+MIN_FLAT = 2**18
+"""Flat buffers below this many tokens are not worth another shape."""
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +114,7 @@ class RaggedRows:
         index = np.asarray(rows, dtype=np.int64)
         lengths = self.lengths[index]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        spans = list(
-            zip(self.offsets[index].tolist(), self.offsets[index + 1].tolist(), strict=True)
-        )
+        spans = self._spans(index)
 
         def chosen(flat: NDArray[Any]) -> NDArray[Any]:
             return np.concatenate([flat[:0], *(flat[start:end] for start, end in spans)])
@@ -128,29 +130,68 @@ class RaggedRows:
             advantages=None if self.advantages is None else chosen(self.advantages),
         )
 
+    def lay(
+        self,
+        slots: NDArray[np.int64],
+        advantages: NDArray[np.float32] | None,
+        *,
+        size: int,
+        room: int,
+    ) -> tuple[tuple[NDArray[Any] | None, ...], NDArray[np.int32]]:
+        """Lay chosen rows end to end in buffers of few sizes, with room behind them.
 
-@dataclass
-class _Plan:
-    """What goes where, before anything is copied: rows as runs of pieces, read or written."""
+        What lies behind the tokens stays unset, since a batch masks it.
 
-    pieces: list[Any] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)  # None for a piece that was only read
-    lengths: list[int] = field(default_factory=list)
-    row_pieces: list[int] = field(default_factory=list)  # index of each row's first piece
-    row_trajectory: list[int] = field(default_factory=list)
-    turn: list[int] = field(default_factory=list)
+        Args:
+          slots: [B, S] row indices, -1 where there is none.
+          advantages: [L] float32 or None.
+          size: of the buffers, halved while they are large and everything fits: few shapes, and
+            no more than twice the bytes that have to be moved.
+          room: tokens that must lie behind, so that a slice from anywhere is never clamped.
 
-    def begin_row(self, trajectory: int, turn: int) -> None:
-        """Open a row; the pieces that follow belong to it."""
-        self.row_pieces.append(len(self.pieces))
-        self.row_trajectory.append(trajectory)
-        self.turn.append(turn)
+        Returns:
+          tokens, sampled, logprobs and advantages, laid; and [B, S] where each slot begins.
+        """
+        order = slots[slots >= 0]
+        lengths = self.lengths[order]
+        ends = np.cumsum(lengths)
+        total = int(ends[-1]) if len(ends) else 0
+        while size > MIN_FLAT and size // 2 >= total + room:
+            size //= 2
+        starts = np.zeros(slots.shape, np.int32)
+        starts[slots >= 0] = ends - lengths
+        spans = self._spans(order)
 
-    def add(self, piece: Any, logprobs: Any) -> None:
-        """Append a piece of tokens, with logprobs if the policy wrote it."""
-        self.pieces.append(piece)
-        self.logprobs.append(logprobs)
-        self.lengths.append(len(piece))
+        def laid(values: NDArray[Any] | None) -> NDArray[Any] | None:
+            if values is None:
+                return None
+            out = np.empty(size, values.dtype)
+            np.concatenate([values[:0], *(values[a:b] for a, b in spans)], out=out[:total])
+            return out
+
+        flat = (self.tokens, self.sampled, self.logprobs, advantages)
+        return tuple(laid(values) for values in flat), starts
+
+    def _spans(self, order: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Return the spans of rows in the flat arrays, rows that follow each other as one."""
+        breaks = np.flatnonzero(np.diff(order) != 1) + 1
+        firsts = order[np.concatenate([[0], breaks]).astype(np.int64)] if len(order) else order
+        lasts = order[np.concatenate([breaks - 1, [-1]]).astype(np.int64)] if len(order) else order
+        return list(
+            zip(self.offsets[firsts].tolist(), self.offsets[lasts + 1].tolist(), strict=True)
+        )
+
+    def without_overlong(self, width: int) -> RaggedRows:
+        """Leave out the rows of more than `width` positions, and account for them as masked."""
+        fits = self.lengths - 1 <= width
+        account = copy.deepcopy(self.account)
+        kept = self.take(np.flatnonzero(fits))
+        lost = self.take(np.flatnonzero(~fits))
+        untargeted = np.count_nonzero(lost.sampled[lost.offsets[:-1]])
+        tokens = int(np.count_nonzero(lost.sampled) - untargeted)
+        account.trained -= tokens
+        account.masked["overlong"] += tokens
+        return replace(kept, account=account)
 
 
 def ragged_rows(
@@ -184,7 +225,7 @@ def ragged_rows(
     reference.check_choice("on_logprob_mismatch", on_logprob_mismatch, ("error", "pad"))
     table = trajectory_table(groups)
     constant = constant_groups(table) if drop_constant else np.zeros(len(groups), bool)
-    account, plan, padded = TokenAccount(), _Plan(), 0
+    account, plan, padded = TokenAccount(), Pieces(), 0
     for index, (g, n, trajectory) in enumerate(_trajectories(groups)):
         generated = sum(len(turn.completion_tokens) for turn in trajectory.turns)
         account.captured += generated
@@ -200,7 +241,7 @@ def ragged_rows(
             _plan_rows(plan, turns, index, rows == "merged", account)
     if padded:
         logger.warning("logprobs padded or cut to the completion's length in %d turns", padded)
-    flat = _fill(plan)
+    flat = fill(plan)
     if flat is None:
         raise _first_fault(groups, constant, on_logprob_mismatch)
     untargeted = np.count_nonzero(flat["sampled"][flat["offsets"][:-1]])
@@ -283,7 +324,7 @@ def _completed_turns(
 
 
 def _plan_rows(
-    plan: _Plan,
+    plan: Pieces,
     turns: list[tuple[int, Any, Any, Any]],
     trajectory: int,
     merge: bool,
@@ -330,120 +371,10 @@ def _address(array: NDArray[Any]) -> int:
     return array.__array_interface__["data"][0] if plain else id(array)
 
 
-def _fill(plan: _Plan) -> dict[str, Any] | None:
-    """Copy all pieces into flat arrays; None where some value is not what it must be."""
-    lengths = np.array(plan.lengths, np.int64)
-    ends = np.cumsum(lengths)
-    starts = (ends - lengths).tolist()
-    total = int(ends[-1]) if len(ends) else 0
-    tokens = np.empty(total, np.int32)
-    logprobs = np.zeros(total, np.float32)
-    try:
-        with np.errstate(over="ignore"):
-            for piece, start, length in zip(plan.pieces, starts, plan.lengths, strict=True):
-                _copy_tokens(piece, tokens, start, length)
-            for piece, start, length in zip(plan.logprobs, starts, plan.lengths, strict=True):
-                if piece is not None:
-                    _copy_logprobs(piece, logprobs, start, length)
-    except (struct.error, ValueError, TypeError, OverflowError):
-        return None
-    if tokens.size and (tokens.min() < 0 or not np.isfinite(logprobs).all()):
-        return None
-    if _hides_bool(plan, tokens, starts):
-        return None
-    read = np.array([piece is None for piece in plan.logprobs], bool)
-    return {
-        "tokens": tokens,
-        "sampled": np.repeat(~read, lengths),
-        "logprobs": logprobs,
-        "offsets": np.append(np.array(starts, np.int64)[plan.row_pieces], total),
-        "row_trajectory": np.array(plan.row_trajectory, np.int32),
-        "turn": np.array(plan.turn, np.int32),
-    }
-
-
-def token_array(values: Any) -> NDArray[np.int32]:
-    """Copy token ids, a list or 1-D array, into an int32 array.
-
-    Raises:
-      ValueError: one of them is no integer in [0, 2**31).
-    """
-    plan = _Plan()
-    plan.begin_row(0, 0)
-    plan.add(values, None)
-    flat = _fill(plan)
-    if flat is None:
-        raise ValueError("a token id is no integer in [0, 2**31)")
-    tokens: NDArray[np.int32] = flat["tokens"]
-    return tokens
-
-
-def logprob_array(values: Any) -> NDArray[np.float32]:
-    """Copy logprobs, a list or 1-D array, into a float32 array.
-
-    Raises:
-      ValueError: one of them is no finite float32.
-    """
-    out = np.empty(len(values), np.float32)
-    try:
-        with np.errstate(over="ignore"):
-            _copy_logprobs(values, out, 0, len(values))
-    except (struct.error, TypeError, OverflowError) as error:
-        raise ValueError(str(error)) from error
-    if not np.isfinite(out).all():
-        raise ValueError("a logprob is not a finite float32")
-    return out
-
-
-def _copy_tokens(piece: Any, out: NDArray[np.int32], start: int, length: int) -> None:
-    """Write token ids into `out`; raise at what int32 cannot hold or what is no integer."""
-    if not length:
-        return
-    if isinstance(piece, list | tuple):
-        # struct checks type and range in C and is the fastest way from ints to memory.
-        struct.pack_into(f"{length}i", out.data, 4 * start, *piece)
-        return
-    array = np.asarray(piece)
-    if array.dtype == object:
-        struct.pack_into(f"{length}i", out.data, 4 * start, *array.tolist())
-        return
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError("token ids must be a list or a 1-D array of integers")
-    if array.dtype != np.int32 and not (
-        0 <= int(array.min()) and int(array.max()) < reference.TOKEN_LIMIT
-    ):
-        raise ValueError("token ids must lie in [0, 2**31)")
-    out[start : start + length] = array
-
-
-def _copy_logprobs(piece: Any, out: NDArray[np.float32], start: int, length: int) -> None:
-    """Write logprobs into `out`, rounded to float32; raise at what is no number."""
-    if not isinstance(piece, list | tuple):
-        array = np.asarray(piece)
-        if array.ndim == 1 and array.dtype.kind in "fiu":
-            out[start : start + length] = array
-            return
-        piece = array.tolist()
-    if bool in set(map(type, piece)):
-        raise ValueError("a logprob is a number, not a bool")
-    struct.pack_into(f"{length}f", out.data, 4 * start, *piece)
-
-
-def _hides_bool(plan: _Plan, tokens: NDArray[np.int32], starts: list[int]) -> bool:
-    """Tell whether a list holds True or False, which C takes for 1 and 0."""
-    suspects = np.flatnonzero(tokens <= 1)
-    owners = np.searchsorted(starts, suspects, side="right") - 1
-    return any(
-        isinstance(plan.pieces[owner], list | tuple)
-        and isinstance(plan.pieces[owner][suspect - starts[owner]], bool)
-        for suspect, owner in zip(suspects.tolist(), owners.tolist(), strict=True)
-    )
-
-
 def _first_fault(
     groups: Sequence[Any], constant: NDArray[np.bool_], on_mismatch: MismatchPolicy
 ) -> ValueError:
-    """Find the value that stopped `_fill`, one turn at a time, and return the error for it."""
+    """Find the value that stopped `fill`, one turn at a time, and return the error for it."""
     for g, n, trajectory in _trajectories(groups):
         if constant[g] or not reference.trains(trajectory):
             continue

@@ -72,9 +72,13 @@ class TokenSequence:
 
 
 def compute_advantages(
-    trajectory_groups: Sequence[Any], *, normalize: bool = True
+    trajectory_groups: Sequence[Any],
+    *,
+    normalize: bool = True,
+    baseline: str | None = None,
+    scale: str = "none",
 ) -> list[list[float]]:
-    """Return one advantage per trajectory: its reward minus the mean of its group's voters.
+    """Return one advantage per trajectory: its reward minus a baseline of its group's voters.
 
     A group given with one trajectory keeps the raw reward. A group in which masking has left one
     voter gives that voter 0.0. A constant group gives exact zeros, since rewards are centred on
@@ -83,6 +87,10 @@ def compute_advantages(
     Args:
       trajectory_groups: [G] groups; see `evsys_jax.rollouts`.
       normalize: False returns the rewards as they are.
+      baseline: "mean" of the voters, "leave_one_out" for the mean of the other voters, "none";
+        None takes "mean" or "none", as `normalize` says.
+      scale: "none"; "group_std" divides by the population deviation of the rewards of the group's
+        voters, "batch_std" by that of the advantages of all voters. Zero divides nothing.
 
     Returns:
       [G][N_g] floats. A trajectory that neither votes nor trains gets 0.0, and its reward is
@@ -91,27 +99,63 @@ def compute_advantages(
     Raises:
       ValueError: a reward that counts is not a finite number.
     """
-    advantages = []
+    baseline = choose_baseline(normalize, baseline)
+    check_choice("scale", scale, ("none", "group_std", "batch_std"))
+    advantages: list[list[float]] = []
+    of_voters: list[float] = []
     for g, group in enumerate(trajectory_groups):
-        rewards: list[float | None] = []
-        voters: list[float] = []
+        members = []
         for n, trajectory in enumerate(group.trajectories):
-            if not is_live(trajectory):
-                rewards.append(None)
-                continue
-            reward = check_reward(trajectory.reward, f"group {g}, trajectory {n}")
-            rewards.append(reward)
-            if votes(trajectory):
-                voters.append(reward)
-        if normalize and len(rewards) > 1:
-            first = voters[0] if voters else 0.0
-            mean = math.fsum(reward - first for reward in voters) / max(len(voters), 1)
-            rewards = [
-                None if reward is None or not voters else (reward - first) - mean
-                for reward in rewards
-            ]
-        advantages.append([0.0 if reward is None else reward for reward in rewards])
+            live = votes(trajectory) or trains(trajectory)
+            where = f"group {g}, trajectory {n}"
+            reward = check_reward(trajectory.reward, where) if live else 0.0
+            members.append((reward, votes(trajectory), live))
+        alone = len(members) == 1
+        voters = [reward for reward, voted, _ in members if voted]
+        first = voters[0] if voters else 0.0
+        mean = math.fsum(reward - first for reward in voters) / max(len(voters), 1)
+        row = []
+        for reward, voted, live in members:
+            if not live or (not voters and not alone and baseline != "none"):
+                row.append(0.0)
+            elif alone or baseline == "none":
+                row.append(reward)
+            elif baseline == "leave_one_out" and voted and len(voters) > 1:
+                # r - (sum - r) / (n - 1) = n / (n - 1) (r - mean), without losing exact zeros.
+                row.append(((reward - first) - mean) * (len(voters) / (len(voters) - 1)))
+            else:
+                row.append((reward - first) - mean)
+        if scale == "group_std":
+            row = [_divide(advantage, deviation(voters)) for advantage in row]
+        advantages.append(row)
+        of_voters += [
+            advantage for advantage, member in zip(row, members, strict=True) if member[1]
+        ]
+    if scale == "batch_std":
+        spread = deviation(of_voters)
+        advantages = [[_divide(advantage, spread) for advantage in row] for row in advantages]
     return advantages
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the population standard deviation, exactly 0.0 for equal values and for none."""
+    offsets = [value - values[0] for value in values]
+    if not offsets:
+        return 0.0
+    mean = math.fsum(offsets) / len(offsets)
+    return math.sqrt(math.fsum((offset - mean) ** 2 for offset in offsets) / len(offsets))
+
+
+def _divide(value: float, spread: float) -> float:
+    return value / spread if spread > 0 else value
+
+
+def choose_baseline(normalize: bool, baseline: str | None) -> str:
+    """Return the baseline that a pair of options asks for."""
+    if baseline is None:
+        return "mean" if normalize else "none"
+    check_choice("baseline", baseline, ("mean", "leave_one_out", "none"))
+    return baseline
 
 
 def compute_trajectory_metrics(groups: Sequence[Any]) -> dict[str, float]:
@@ -137,12 +181,10 @@ def compute_trajectory_metrics(groups: Sequence[Any]) -> dict[str, float]:
                 masked += 1
     if not rewards:
         return {}
-    offsets = [reward - rewards[0] for reward in rewards]
-    mean = math.fsum(offsets) / len(offsets)
-    variance = math.fsum((offset - mean) ** 2 for offset in offsets) / len(offsets)
+    mean = rewards[0] + math.fsum(reward - rewards[0] for reward in rewards) / len(rewards)
     metrics = {
-        "reward/mean": rewards[0] + mean,
-        "reward/std": math.sqrt(variance),
+        "reward/mean": mean,
+        "reward/std": deviation(rewards),
         "reward/n_trajectories": float(len(rewards)),
         "reward/n_groups": float(len(groups)),
     }
@@ -265,11 +307,6 @@ def votes(trajectory: Any) -> bool:
 def trains(trajectory: Any) -> bool:
     """Tell whether the tokens yield rows; True where the object doesn't say."""
     return bool(getattr(trajectory, "trains", True))
-
-
-def is_live(trajectory: Any) -> bool:
-    """Tell whether the reward of a trajectory matters to anyone."""
-    return votes(trajectory) or trains(trajectory)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

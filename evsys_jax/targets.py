@@ -66,3 +66,59 @@ def shift_row(
         positions=jnp.where(real, positions, jnp.zeros((), jnp.int32)),
         segment_ids=real.astype(jnp.int32),
     )
+
+
+def lay_segments(
+    tokens: jax.Array,
+    sampled: jax.Array,
+    logprobs: jax.Array,
+    advantages: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    pad_token: jax.Array,
+    *,
+    width: int,
+) -> RowTargets:
+    """Lay several sequences side by side in one row, each shifted before it is laid down.
+
+    Sequence s of n tokens takes n - 1 positions behind those of s - 1, so that the last token of
+    one is never the input that the first of the next is predicted from.
+
+    Args:
+      tokens: [L] int32, many sequences end to end.
+      sampled: [L] bool, the policy wrote this token.
+      logprobs: [L] float32, the sampler's.
+      advantages: [S] float32, one per sequence, or [L] float32, one per token (S < L).
+      starts: [S] int32, where each sequence begins among the tokens.
+      lengths: [S] int32, its tokens; 0 or 1 takes no position.
+      pad_token: [] int32.
+      width: static, T.
+
+    Returns:
+      `RowTargets`, [T] each; `positions` restart at 0 and `segment_ids` count from 1.
+    """
+    chex.assert_rank([tokens, sampled, logprobs, advantages, starts, lengths], 1)
+    chex.assert_equal_shape([tokens, sampled, logprobs])
+    chex.assert_equal_shape([starts, lengths])
+    taken = jnp.maximum(lengths - 1, jnp.int32(0))
+    ends = jnp.cumsum(taken, dtype=jnp.int32)
+    slot = jnp.arange(width, dtype=jnp.int32)
+    # A segment ends where the next begins; counting the ends passed numbers the segments.
+    passed = jnp.zeros(width, jnp.int32).at[ends].add(jnp.int32(1), mode="drop")
+    segment = jnp.minimum(jnp.cumsum(passed, dtype=jnp.int32), jnp.int32(starts.shape[0] - 1))
+    real = slot < ends[-1]
+    position = slot - (ends - taken)[segment]
+    source = starts[segment] + position
+    target = jnp.minimum(source + 1, jnp.int32(tokens.shape[0] - 1))
+    mask = real & sampled[target]
+    own = advantages[target] if advantages.shape == tokens.shape else advantages[segment]
+    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    return RowTargets(
+        input_tokens=jnp.where(real, tokens[source], pad_token),
+        target_tokens=jnp.where(real, tokens[target], pad_token),
+        logprobs=jnp.where(mask, logprobs[target], zero),
+        advantages=jnp.where(mask, own, zero),
+        mask=mask,
+        positions=jnp.where(real, position, none),
+        segment_ids=jnp.where(real, segment + 1, none),
+    )

@@ -1,0 +1,146 @@
+"""Token fields of any kind into flat arrays, checked and copied once, without a loop per token."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evsys_jax import reference
+
+
+@dataclass
+class Pieces:
+    """What goes where, before anything is copied: rows as runs of pieces, read or written."""
+
+    tokens: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)  # None for a piece that was only read
+    lengths: list[int] = field(default_factory=list)
+    row_pieces: list[int] = field(default_factory=list)  # index of each row's first piece
+    row_trajectory: list[int] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
+
+    def begin_row(self, trajectory: int, turn: int) -> None:
+        """Open a row; the pieces that follow belong to it."""
+        self.row_pieces.append(len(self.tokens))
+        self.row_trajectory.append(trajectory)
+        self.turn.append(turn)
+
+    def add(self, piece: Any, logprobs: Any) -> None:
+        """Append a piece of tokens, with logprobs if the policy wrote it."""
+        self.tokens.append(piece)
+        self.logprobs.append(logprobs)
+        self.lengths.append(len(piece))
+
+
+def fill(pieces: Pieces) -> dict[str, Any] | None:
+    """Copy all pieces into flat arrays; None where some value is not what it must be."""
+    lengths = np.array(pieces.lengths, np.int64)
+    ends = np.cumsum(lengths)
+    starts = (ends - lengths).tolist()
+    total = int(ends[-1]) if len(ends) else 0
+    tokens = np.empty(total, np.int32)
+    logprobs = np.zeros(total, np.float32)
+    try:
+        with np.errstate(over="ignore"):
+            for piece, start, length in zip(pieces.tokens, starts, pieces.lengths, strict=True):
+                _copy_tokens(piece, tokens, start, length)
+            for piece, start, length in zip(pieces.logprobs, starts, pieces.lengths, strict=True):
+                if piece is not None:
+                    _copy_logprobs(piece, logprobs, start, length)
+    except (struct.error, ValueError, TypeError, OverflowError):
+        return None
+    if tokens.size and (tokens.min() < 0 or not np.isfinite(logprobs).all()):
+        return None
+    if _hides_bool(pieces, tokens, starts):
+        return None
+    read = np.array([piece is None for piece in pieces.logprobs], bool)
+    return {
+        "tokens": tokens,
+        "sampled": np.repeat(~read, lengths),
+        "logprobs": logprobs,
+        "offsets": np.append(np.array(starts, np.int64)[pieces.row_pieces], total),
+        "row_trajectory": np.array(pieces.row_trajectory, np.int32),
+        "turn": np.array(pieces.turn, np.int32),
+    }
+
+
+def token_array(values: Any) -> NDArray[np.int32]:
+    """Copy token ids, a list or 1-D array, into an int32 array.
+
+    Raises:
+      ValueError: one of them is no integer in [0, 2**31).
+    """
+    pieces = Pieces()
+    pieces.begin_row(0, 0)
+    pieces.add(values, None)
+    flat = fill(pieces)
+    if flat is None:
+        raise ValueError("a token id is no integer in [0, 2**31)")
+    tokens: NDArray[np.int32] = flat["tokens"]
+    return tokens
+
+
+def logprob_array(values: Any) -> NDArray[np.float32]:
+    """Copy logprobs, a list or 1-D array, into a float32 array.
+
+    Raises:
+      ValueError: one of them is no finite float32.
+    """
+    out = np.empty(len(values), np.float32)
+    try:
+        with np.errstate(over="ignore"):
+            _copy_logprobs(values, out, 0, len(values))
+    except (struct.error, TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from error
+    if not np.isfinite(out).all():
+        raise ValueError("a logprob is not a finite float32")
+    return out
+
+
+def _copy_tokens(piece: Any, out: NDArray[np.int32], start: int, length: int) -> None:
+    """Write token ids into `out`; raise at what int32 cannot hold or what is no integer."""
+    if not length:
+        return
+    if isinstance(piece, list | tuple):
+        # struct checks type and range in C and is the fastest way from ints to memory.
+        struct.pack_into(f"{length}i", out.data, 4 * start, *piece)
+        return
+    array = np.asarray(piece)
+    if array.dtype == object:
+        struct.pack_into(f"{length}i", out.data, 4 * start, *array.tolist())
+        return
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError("token ids must be a list or a 1-D array of integers")
+    if array.dtype != np.int32 and not (
+        0 <= int(array.min()) and int(array.max()) < reference.TOKEN_LIMIT
+    ):
+        raise ValueError("token ids must lie in [0, 2**31)")
+    out[start : start + length] = array
+
+
+def _copy_logprobs(piece: Any, out: NDArray[np.float32], start: int, length: int) -> None:
+    """Write logprobs into `out`, rounded to float32; raise at what is no number."""
+    if not isinstance(piece, list | tuple):
+        array = np.asarray(piece)
+        if array.ndim == 1 and array.dtype.kind in "fiu":
+            out[start : start + length] = array
+            return
+        piece = array.tolist()
+    if bool in set(map(type, piece)):
+        raise ValueError("a logprob is a number, not a bool")
+    struct.pack_into(f"{length}f", out.data, 4 * start, *piece)
+
+
+def _hides_bool(pieces: Pieces, tokens: NDArray[np.int32], starts: list[int]) -> bool:
+    """Tell whether a list holds True or False, which C takes for 1 and 0."""
+    suspects = np.flatnonzero(tokens <= 1)
+    owners = np.searchsorted(starts, suspects, side="right") - 1
+    return any(
+        isinstance(pieces.tokens[owner], list | tuple)
+        and isinstance(pieces.tokens[owner][suspect - starts[owner]], bool)
+        for suspect, owner in zip(suspects.tolist(), owners.tolist(), strict=True)
+    )
