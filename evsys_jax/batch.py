@@ -16,7 +16,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from numpy.typing import NDArray
 
 from evsys_jax import reference
@@ -324,22 +323,13 @@ def _pack(
     by_segment = by_trajectory.astype(jnp.float32)[trajectory]
     flat = (tokens, sampled, logprobs)
 
-    def sliced(start: jax.Array, length: jax.Array, advantage: jax.Array) -> RowTargets:
-        def cut(values: jax.Array) -> jax.Array:
-            return lax.dynamic_slice(values, start, (width + 1,))
-
-        own = advantage[0] if token_advantages is None else cut(token_advantages)
-        # Without the barrier XLA fuses the slices into each of the seven outputs and makes them
-        # again for every one, at three times the cost.
-        windows = lax.optimization_barrier(tuple(cut(values) for values in flat))
-        row_tokens, row_sampled, row_logprobs = windows
-        return shift_row(row_tokens, row_sampled, row_logprobs, own, length[0], pad_token)
-
-    def gathered(start: jax.Array, length: jax.Array, advantage: jax.Array) -> RowTargets:
+    def one_row(start: jax.Array, length: jax.Array, advantage: jax.Array) -> RowTargets:
+        if start.shape[0] == 1:
+            own = advantage[0] if token_advantages is None else token_advantages
+            return shift_row(*flat, own, start[0], length[0], pad_token, width=width)
         own = advantage if token_advantages is None else token_advantages
         return lay_segments(*flat, own, start, length, pad_token, width=width)
 
-    one_row = sliced if starts.shape[1] == 1 else gathered
     targets = jax.vmap(one_row)(starts, lengths, by_segment)
     group, place, turn, row = index
     return TokenBatch(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 class RowTargets(NamedTuple):
@@ -26,45 +27,57 @@ def shift_row(
     sampled: jax.Array,
     logprobs: jax.Array,
     advantages: jax.Array,
+    start: jax.Array,
     length: jax.Array,
     pad_token: jax.Array,
+    *,
+    width: int,
 ) -> RowTargets:
-    """Shift one sequence by a token and blank out what is not its own.
+    """Cut one sequence out of the flat tokens, shifted by one, and blank out what is not its own.
 
-    Position i gets input token i and everything about target token i + 1:
-    input = tokens[:-1], target = tokens[1:], mask = sampled[1:], logprobs = logprobs[1:] and
-    advantages = A[1:] where the mask is on. Positions from length - 1 on are padding, whatever
-    the arrays hold there.
+    With the row's own tokens x, position i gets the input x[i] and everything about the target
+    x[i + 1]: input = x[:-1], target = x[1:], and likewise mask, logprobs and advantages. From
+    position length - 1 on there is padding, whatever the flat arrays hold there.
 
     Args:
-      tokens: [T + 1] int32.
-      sampled: [T + 1] bool, the policy wrote this token.
-      logprobs: [T + 1] float32, the sampler's.
-      advantages: [] float32 for the whole row, or [T + 1] float32, one per token.
-      length: [] int32, how many of the tokens are real.
+      tokens: [L] int32, many sequences end to end, with at least `width` + 1 from `start` on.
+      sampled: [L] bool, the policy wrote this token.
+      logprobs: [L] float32, the sampler's.
+      advantages: [] float32 for the whole row, or [L] float32, one per token.
+      start: [] int32, where the sequence begins.
+      length: [] int32, its tokens.
       pad_token: [] int32.
+      width: static, T.
 
     Returns:
       `RowTargets`, [T] each: padding has `pad_token`, zeros, mask off and segment 0.
     """
-    chex.assert_rank([tokens, sampled, logprobs], 1)
-    chex.assert_equal_shape([tokens, sampled, logprobs])
+    _check_flat(tokens, sampled, logprobs)
     chex.assert_rank(advantages, {0, 1})
-    chex.assert_type(
-        [tokens, sampled, logprobs, advantages], [jnp.int32, bool, jnp.float32, jnp.float32]
+    chex.assert_rank([start, length, pad_token], 0)
+
+    def cut(flat: jax.Array, shift: int) -> jax.Array:
+        return lax.dynamic_slice(flat, (start + jnp.int32(shift),), (width,))
+
+    # Without the barrier XLA fuses the slices into each of the seven outputs and makes them again
+    # for every one of them.
+    inputs, targets, live, scores = lax.optimization_barrier(
+        (cut(tokens, 0), cut(tokens, 1), cut(sampled, 1), cut(logprobs, 1))
     )
-    positions = jnp.arange(tokens.shape[0] - 1, dtype=jnp.int32)
-    real = positions < length - 1
-    mask = real & sampled[1:]
-    zero = jnp.zeros((), jnp.float32)
-    return RowTargets(
-        input_tokens=jnp.where(real, tokens[:-1], pad_token),
-        target_tokens=jnp.where(real, tokens[1:], pad_token),
-        logprobs=jnp.where(mask, logprobs[1:], zero),
-        advantages=jnp.where(mask, advantages[1:] if advantages.ndim else advantages, zero),
-        mask=mask,
-        positions=jnp.where(real, positions, jnp.zeros((), jnp.int32)),
-        segment_ids=real.astype(jnp.int32),
+    position = jnp.arange(width, dtype=jnp.int32)
+    real = position < length - 1
+    return _blank(
+        RowTargets(
+            input_tokens=inputs,
+            target_tokens=targets,
+            logprobs=scores,
+            advantages=cut(advantages, 1) if advantages.ndim else advantages,
+            mask=live,
+            positions=position,
+            segment_ids=jnp.ones((), jnp.int32),
+        ),
+        real,
+        pad_token,
     )
 
 
@@ -97,8 +110,8 @@ def lay_segments(
     Returns:
       `RowTargets`, [T] each; `positions` restart at 0 and `segment_ids` count from 1.
     """
-    chex.assert_rank([tokens, sampled, logprobs, advantages, starts, lengths], 1)
-    chex.assert_equal_shape([tokens, sampled, logprobs])
+    _check_flat(tokens, sampled, logprobs)
+    chex.assert_rank([advantages, starts, lengths], 1)
     chex.assert_equal_shape([starts, lengths])
     taken = jnp.maximum(lengths - 1, jnp.int32(0))
     ends = jnp.cumsum(taken, dtype=jnp.int32)
@@ -106,19 +119,45 @@ def lay_segments(
     # A segment ends where the next begins; counting the ends passed numbers the segments.
     passed = jnp.zeros(width, jnp.int32).at[ends].add(jnp.int32(1), mode="drop")
     segment = jnp.minimum(jnp.cumsum(passed, dtype=jnp.int32), jnp.int32(starts.shape[0] - 1))
-    real = slot < ends[-1]
     position = slot - (ends - taken)[segment]
-    source = starts[segment] + position
-    target = jnp.minimum(source + 1, jnp.int32(tokens.shape[0] - 1))
-    mask = real & sampled[target]
-    own = advantages[target] if advantages.shape == tokens.shape else advantages[segment]
+    source = jnp.minimum(starts[segment] + position, jnp.int32(tokens.shape[0] - 2))
+
+    def at(flat: jax.Array, index: jax.Array) -> jax.Array:
+        return flat.at[index].get(mode="promise_in_bounds")
+
+    target = source + 1
+    own = at(advantages, target if advantages.shape == tokens.shape else segment)
+    return _blank(
+        RowTargets(
+            input_tokens=at(tokens, source),
+            target_tokens=at(tokens, target),
+            logprobs=at(logprobs, target),
+            advantages=own,
+            mask=at(sampled, target),
+            positions=position,
+            segment_ids=segment + 1,
+        ),
+        slot < ends[-1],
+        pad_token,
+    )
+
+
+def _check_flat(tokens: jax.Array, sampled: jax.Array, logprobs: jax.Array) -> None:
+    chex.assert_rank([tokens, sampled, logprobs], 1)
+    chex.assert_equal_shape([tokens, sampled, logprobs])
+    chex.assert_type([tokens, sampled, logprobs], [jnp.int32, bool, jnp.float32])
+
+
+def _blank(row: RowTargets, real: jax.Array, pad_token: jax.Array) -> RowTargets:
+    """Blank padding out, and logprobs and advantages off the mask; `real` is [T] bool."""
+    mask = real & row.mask
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     return RowTargets(
-        input_tokens=jnp.where(real, tokens[source], pad_token),
-        target_tokens=jnp.where(real, tokens[target], pad_token),
-        logprobs=jnp.where(mask, logprobs[target], zero),
-        advantages=jnp.where(mask, own, zero),
+        input_tokens=jnp.where(real, row.input_tokens, pad_token),
+        target_tokens=jnp.where(real, row.target_tokens, pad_token),
+        logprobs=jnp.where(mask, row.logprobs, zero),
+        advantages=jnp.where(mask, row.advantages, zero),
         mask=mask,
-        positions=jnp.where(real, position, none),
-        segment_ids=jnp.where(real, segment + 1, none),
+        positions=jnp.where(real, row.positions, none),
+        segment_ids=jnp.where(real, row.segment_ids, none),
     )
