@@ -57,7 +57,7 @@ def _is_plain(value: Any, depth: int) -> bool:
     if kind is str or kind is float or kind is bool or value is None:
         return True
     if kind is int:
-        return MIN_INT <= value <= MAX_INT
+        return bool(MIN_INT <= value <= MAX_INT)
     if depth >= MAX_DEPTH:
         return False
     if kind is dict:

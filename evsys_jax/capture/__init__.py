@@ -1,0 +1,1 @@
+"""Captured model calls: the record, the durable store, and one verified chain per rollout."""
