@@ -263,6 +263,33 @@ class TokenEntry:
             raise ValueError(f"call {entry.model_call_id!r}: the record {problem}")
         return entry
 
+    @classmethod
+    def from_checked(
+        cls,
+        values: dict[str, Any],
+        prompt_token_ids: NDArray[np.int32],
+        generation_token_ids: NDArray[np.int32],
+        generation_log_probs: NDArray[np.float64],
+    ) -> TokenEntry:
+        """Make a record around arrays that were checked already and that nobody changes.
+
+        Args:
+          values: the other fields and the extra keys.
+
+        Raises:
+          ValueError: as the constructor, but for the three arrays.
+        """
+        entry = cls.__new__(cls)
+        for name, default in _DEFAULTS.items():
+            setattr(entry, name, values.pop(name, default))
+        entry.prompt_token_ids = prompt_token_ids
+        entry.generation_token_ids = generation_token_ids
+        entry.generation_log_probs = generation_log_probs
+        entry.extra = values
+        entry._check_fields(entry.model_call_id if isinstance(entry.model_call_id, str) else None)
+        entry._check_rules(entry.model_call_id)
+        return entry
+
     def to_dict(self) -> dict[str, Any]:
         """Give the record as plain Python values: every field and the extra keys.
 
@@ -292,6 +319,11 @@ _ARRAY_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_pro
 _REQUIRED_FIELDS = ("rollout_id", "model_call_id", *_ARRAY_FIELDS)
 RECORD_FIELDS = frozenset(f.name for f in fields(TokenEntry)) - {"extra"}
 _PLAIN_FIELDS = tuple(sorted(RECORD_FIELDS - set(_ARRAY_FIELDS)))
+_DEFAULTS: dict[str, Any] = {
+    f.name: [] if f.name == "output_items" else f.default
+    for f in fields(TokenEntry)
+    if f.name in _PLAIN_FIELDS
+}
 # Name -> whether null is allowed.
 _TEXT_FIELDS = {
     "model_call_id": False,
