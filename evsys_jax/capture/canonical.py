@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import orjson
+from numpy.typing import NDArray
 
 MIN_INT = -(2**63)
 MAX_INT = 2**64 - 1
@@ -43,6 +44,25 @@ def canonical_json(value: Any) -> bytes:
         return "".join(parts).encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError("not canonical JSON: a text holds a lone surrogate") from error
+
+
+def canonical_object(values: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> bytes:
+    """Write an object with 1-D number arrays among its values, without a walk over their elements.
+
+    Args:
+      values: the other keys, as for `canonical_json`.
+      arrays: keys with contiguous int or float arrays of native byte order.
+
+    Raises:
+      ValueError: as `canonical_json`.
+    """
+    if _orjson_is_canonical() and _is_plain(values, 0):
+        try:
+            option = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY
+            return orjson.dumps({**values, **arrays}, option=option)
+        except orjson.JSONEncodeError as error:
+            raise ValueError(f"not canonical JSON: {error}") from error
+    return canonical_json({**values, **{key: array.tolist() for key, array in arrays.items()}})
 
 
 @cache

@@ -20,7 +20,7 @@ def field_error(call: str | None, name: str, problem: str) -> ValueError:
 
 
 def checked_token_ids(value: Any, call: str | None, name: str) -> NDArray[np.int32]:
-    """Turn token ids into a read-only int32 array.
+    """Turn token ids into a fresh int32 array.
 
     Args:
       value: list, tuple or 1-D integer array.
@@ -42,7 +42,7 @@ def checked_token_ids(value: Any, call: str | None, name: str) -> NDArray[np.int
         shown = element.item() if isinstance(element, np.generic) else element
         problem = f"[{index}] is no token id (an integer in [0, 2**31)): {shown!r}"
         raise field_error(call, name, problem)
-    return _frozen(wide.astype(np.int32))
+    return wide.astype(np.int32)
 
 
 def _listed_ids(items: list[Any] | tuple[Any, ...]) -> NDArray[np.int64]:
@@ -60,7 +60,7 @@ def _listed_ids(items: list[Any] | tuple[Any, ...]) -> NDArray[np.int64]:
 
 
 def checked_log_probs(value: Any, call: str | None) -> NDArray[np.float64]:
-    """Turn log-probabilities into a read-only float64 array.
+    """Turn log-probabilities into a fresh float64 array.
 
     Args:
       value: list, tuple or 1-D array of finite numbers; integers are numbers, bools are not.
@@ -85,7 +85,7 @@ def checked_log_probs(value: Any, call: str | None) -> NDArray[np.float64]:
         if isinstance(shown, bool):
             text = repr(shown)
         raise field_error(call, name, f"[{index}] is no finite number: {text}")
-    return _frozen(numbers)
+    return numbers
 
 
 def _listed_numbers(items: list[Any] | tuple[Any, ...]) -> NDArray[np.float64]:
@@ -125,11 +125,6 @@ def _checked_list(value: Any, call: str | None, name: str) -> list[Any] | tuple[
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _frozen(array: NDArray[Any]) -> NDArray[Any]:
-    array.setflags(write=False)
-    return array
 
 
 def check_int(value: Any, call: str | None, name: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evsys_jax.capture.canonical import canonical_json
+from evsys_jax.capture.canonical import canonical_json, canonical_object
 from evsys_jax.capture.checks import (
     check_float,
     check_int,
@@ -74,8 +74,9 @@ _RESOLUTIONS: dict[Any, ParentResolutionStatus] = {s.value: s for s in ParentRes
 class TokenEntry:
     """One model call: what the engine saw and sampled, with the fields of NeMo Gym's record.
 
-    The three arrays live as read-only numpy arrays: token ids as int32, log-probabilities as
-    float64, because every bit is written back. Types are strict: nothing is converted from
+    The three arrays live as numpy arrays: token ids as int32, log-probabilities as float64,
+    because every bit is written back. Those of records that were read from a file are
+    read-only, because prompts that continue each other share memory. Types are strict: nothing is converted from
     text, 3.0 is no integer and true is no number. NeMo Gym 0.7 converts such values, and takes
     token ids that wrap in 32 bits and log-probabilities that are not finite.
 
@@ -295,12 +296,7 @@ class TokenEntry:
 
         Nested values (items, extra values) are shared with the record, not copied.
         """
-        plain: dict[str, Any] = dict(self.extra)
-        for name in _PLAIN_FIELDS:
-            plain[name] = getattr(self, name)
-        if self.parent_resolution is not None:
-            plain["parent_resolution"] = str(self.parent_resolution)
-        plain["output_items"] = list(self.output_items)
+        plain = self._plain_fields()
         for name in _ARRAY_FIELDS:
             value = getattr(self, name)
             plain[name] = value.tolist() if isinstance(value, np.ndarray) else list(value)
@@ -312,7 +308,19 @@ class TokenEntry:
         Raises:
           ValueError: a value cannot be written as canonical JSON.
         """
+        arrays = {name: getattr(self, name) for name in _ARRAY_FIELDS}
+        if all(isinstance(array, np.ndarray) for array in arrays.values()):
+            return canonical_object(self._plain_fields(), arrays)
         return canonical_json(self.to_dict())
+
+    def _plain_fields(self) -> dict[str, Any]:
+        plain: dict[str, Any] = dict(self.extra)
+        for name in _PLAIN_FIELDS:
+            plain[name] = getattr(self, name)
+        if self.parent_resolution is not None:
+            plain["parent_resolution"] = str(self.parent_resolution)
+        plain["output_items"] = list(self.output_items)
+        return plain
 
 
 _ARRAY_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")

@@ -46,7 +46,9 @@ def run(function: str, value: Any) -> Any:
 def cases() -> list[Any]:
     groups = ("token_ids", "responses", "records", "record_lines", "rollout_ids", "config")
     return [
-        pytest.param(case["input"], expect, id=f"{group}-{case.get('name', i)}-{expect['function']}")
+        pytest.param(
+            case["input"], expect, id=f"{group}-{case.get('name', i)}-{expect['function']}"
+        )
         for group in groups
         for i, case in enumerate(VECTORS[group])
         for expect in case["expect"]
