@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 _BLOCK = "token_id_capture"
 _FALLBACK = "model_call_capture_dir"
+_ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +135,42 @@ def mask_incomplete_when_attributed_from_config(config: Any) -> bool:
     """
     settings = TokenIdCaptureConfig.model_validate(config)
     return settings.token_id_capture.mask_incomplete_when_attributed
+
+
+def rollout_id_of(record: Mapping[str, Any]) -> str | None:
+    """Give the id under which a rollout record's calls were captured.
+
+    Args:
+      record: `_ng_rollout_id`, else `_ng_task_index` and `_ng_rollout_index`; and
+        `_ng_attempt_index`, where a later attempt was recorded apart.
+
+    Returns:
+      The id, None if the record has none.
+
+    Raises:
+      ValueError: one of these values is malformed; names the key.
+    """
+    if "_ng_rollout_id" in record:
+        rollout_id = record["_ng_rollout_id"]
+        if not isinstance(rollout_id, str) or not _ROLLOUT_ID.fullmatch(rollout_id):
+            raise ValueError(f"_ng_rollout_id is no rollout id: {rollout_id!r}")
+    else:
+        indices = [record.get(key) for key in ("_ng_task_index", "_ng_rollout_index")]
+        if None in indices:
+            return None
+        for key, index in zip(("_ng_task_index", "_ng_rollout_index"), indices, strict=True):
+            _check_index(index, key)
+        rollout_id = f"{indices[0]}-{indices[1]}"
+    attempt = record.get("_ng_attempt_index")
+    if attempt is None:
+        return rollout_id
+    return f"{rollout_id}-a{attempt}" if _check_index(attempt, "_ng_attempt_index") else rollout_id
+
+
+def _check_index(value: Any, key: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise ValueError(f"{key} is no index: {value!r}")
+    return int(value)
 
 
 def _as_dict(value: Any, key: str) -> dict[Any, Any]:

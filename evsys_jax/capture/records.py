@@ -76,9 +76,11 @@ class TokenEntry:
 
     The three arrays live as numpy arrays: token ids as int32, log-probabilities as float64,
     because every bit is written back. Those of records that were read from a file are
-    read-only, because prompts that continue each other share memory. Types are strict: nothing is converted from
-    text, 3.0 is no integer and true is no number. NeMo Gym 0.7 converts such values, and takes
-    token ids that wrap in 32 bits and log-probabilities that are not finite.
+    read-only, because prompts that continue each other share memory.
+
+    Types are strict: nothing is converted from text, 3.0 is no integer and true is no number.
+    NeMo Gym 0.7 converts such values, and takes token ids that wrap in 32 bits and
+    log-probabilities that are not finite.
 
     Args:
       rollout_id: names the files of the rollout.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from evsys_jax.capture.records import TokenEntry
 from evsys_jax.capture.store import TokenCaptureStore
 

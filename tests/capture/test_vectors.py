@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from evsys_jax.capture import records
 from evsys_jax.capture.records import TokenEntry
 
