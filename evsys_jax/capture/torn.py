@@ -40,8 +40,11 @@ def is_torn(line: bytes) -> bool:
         text = decoder.decode(body)
     except UnicodeDecodeError:
         return False
-    cut_inside_character = bool(decoder.getstate()[0])
-    return _Scanner(text).is_beginning(cut_inside_character)
+    pending = decoder.getstate()[0]
+    if pending[:1] == b"\xed" and pending[1:] >= b"\xa0":
+        # The decoder waits for the end of a surrogate, which UTF-8 does not have.
+        return False
+    return _Scanner(text).is_beginning(cut_inside_character=bool(pending))
 
 
 class _Unfinished(Exception):
