@@ -214,8 +214,9 @@ def prefix_merging(
         parent_link_failures={name: count for name, count in failures.items() if count},
     )
     quarantined = [call.call_id for call in calls if call.quarantined]
-    return BuildOutput(_make_chains(placement.tree, ends, main), quarantined, notes,
-                       _report(placement))
+    return BuildOutput(
+        _make_chains(placement.tree, ends, main), quarantined, notes, _report(placement)
+    )
 
 
 def iter_chain_entries(chains: Iterable[Chain]) -> Iterator[TokenEntry]:

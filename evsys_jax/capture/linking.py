@@ -68,8 +68,6 @@ class Linker:
 
     def _recover(self, parent_id: str, call: Call) -> Call | None:
         # Only across empty calls: what a lost call had generated would turn into prompt.
-        if parent_id not in self._passable:
-            return None
         ancestor_id = self._pass_empties(parent_id)
         ancestor = None if ancestor_id is None else self.linked.get(ancestor_id)
         if ancestor is None:

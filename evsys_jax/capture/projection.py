@@ -86,7 +86,7 @@ def find_main_chain(out: BuildOutput) -> Chain:
 
 def concatenate_chain(chain: Chain) -> NDArray[np.int32]:
     """All tokens of a chain, [L] int32: the root prompt, then per call what is new and written."""
-    pieces = [chain.root_prompt]
+    pieces: list[Any] = [chain.root_prompt]
     for link in chain.links:
         pieces += (link.interstitial, link.entry.generation_token_ids)
     return np.concatenate([np.asarray(piece, np.int32) for piece in pieces])
