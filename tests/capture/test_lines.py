@@ -198,11 +198,11 @@ def test_shared_prompts(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prefix_must_end_at_a_comma() -> None:
     long = [7] * 300
     first = make("a", prompt_token_ids=[*long, 12])
-    second = make("b", prompt_token_ids=[*long, 123])
+    second = make("b", prompt_token_ids=[*long, 1234])
     third = make("c", prompt_token_ids=[*long, 12, 5])
     entries = [first, second, third]
     assert read_records(b"\n".join(e.to_json() for e in entries), "r", "f") == entries
-    bad = second.to_json().replace(b"7,123]", b"7,12,]")
+    bad = second.to_json().replace(b"7,1234]", b"7,12,]")
     with pytest.raises(ValueError, match="f:2: "):
         read_records(first.to_json() + b"\n" + bad, "r", "f")
 
@@ -213,6 +213,25 @@ def test_continued_prompts_share_memory() -> None:
     got = read_records(b"\n".join(e.to_json() for e in entries), "r", "f")
     assert got == entries
     assert np.shares_memory(got[8].prompt_token_ids, got[9].prompt_token_ids)
+
+
+def test_two_prompts_that_continue_one() -> None:
+    prompt = list(range(300))
+    grown = [*prompt, 1, 2]
+    prompts = [prompt, grown, [*grown, 3], [*grown, 4], [*grown, 4, 5], [*grown, 3, 6], grown]
+    entries = [make(f"c{n}", prompt_token_ids=ids) for n, ids in enumerate(prompts)]
+    assert read_records(b"\n".join(e.to_json() for e in entries), "r", "f") == entries
+
+
+def test_an_array_inside_another_value_is_not_the_field() -> None:
+    nested = {"prompt_token_ids": [5]}
+    for name in ("a", "n", "z"):
+        for prompt in ([], [1, 2]):
+            line = make(prompt_token_ids=prompt, extra={name: nested}).to_json()
+            assert_same_as_strict(line)
+            assert read_records(line, "r", "f")[0].prompt_token_ids.tolist() == prompt
+        line = make(prompt_token_ids=[], extra={name: nested}).to_json()
+        assert_same_as_strict(line.replace(b'"prompt_token_ids":[],', b""))
 
 
 def test_lines_end_at_line_feeds_only() -> None:

@@ -237,6 +237,8 @@ def test_the_line_keeps_every_bit(numbers: list[float], ids: list[int], text: st
         (line_of(model="\ud83d"), ["surrogate"]),
         (line_of(model="\ude00\ud83d"), ["surrogate"]),
         (line_of(model="\ud83d\ud83d\ude00"), ["surrogate"]),
+        (line_of(model="\ud83d-\ude00"), ["surrogate"]),
+        (line_of(model="\ud83d", response_id="\ude00"), ["surrogate"]),
         (line_of(other=1).replace(b"other", b"\\uDFFF"), ["surrogate"]),
         (line_of(other=1).replace(b'"other": 1', b'"o": "\\ud83d", "o": 1'), ["surrogate"]),
         (line_of(model="X").replace(b"X", b"\xff"), ["UTF-8"]),

@@ -171,7 +171,8 @@ def test_what_is_on_the_disk_and_when(
     store._mark_incomplete("r", "c")
     marker = ["write r.tokens.incomplete", "fsync r.tokens.incomplete", "fsync directory"]
     assert disk.take() == durable + marker
-    store.path_for("r").open("ab").write(b'{"torn')
+    with store.path_for("r").open("ab") as file:
+        file.write(b'{"torn')
     snapshot = store.freeze_now("r")
     assert disk.take() == ["ftruncate r.tokens.jsonl", "fsync r.tokens.jsonl", *durable]
     store.freeze_now("r")
@@ -358,10 +359,13 @@ def test_intents_that_are_no_text(store: TokenCaptureStore) -> None:
         '"x"',
         "\ufeff{}",
         '{"frozen": 1}',
+        '{"retired": null}',
+        '{"incomplete": 0}',
+        '{"snapshot_id": 5}',
         '{"version": "1"}',
         '{"version": 1.0}',
-    ]
-    + ['{"retired": null}', '{"incomplete": 0}', '{"snapshot_id": 5}', '{"version": true}'],
+        '{"version": true}',
+    ],
 )
 def test_bad_states(text: str, store: TokenCaptureStore) -> None:
     store.state_path_for("r").write_text(text)
@@ -427,7 +431,7 @@ def test_a_conflict_raises_each_time_and_keeps_the_index(store: TokenCaptureStor
     with store.path_for("r").open("ab") as file:
         file.write(make(model="other").to_json() + b"\n")
     for version in (2, 3, 4):
-        with pytest.raises(ValueError, match="'r'.*'a'"):
+        with pytest.raises(ValueError, match=r"'r'.*'a'"):
             store.freeze_now("r") if version % 2 else store.append(make("b"))
         state = state_of(store)
         assert (state["version"], state["incomplete"]) == (version, True)
