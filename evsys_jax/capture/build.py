@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,8 +58,7 @@ from evsys_jax.rollouts import Turn
 ATTRIBUTION_ERROR = "attribution_error"
 
 
-@dataclass(frozen=True)
-class CallSpan:
+class CallSpan(NamedTuple):
     """Where a call of the main chain wrote.
 
     Args:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from evsys_jax.capture.lineage import Call, Placement, place_calls
 from evsys_jax.capture.linking import Linker
@@ -85,8 +85,7 @@ class BuildNotes:
     parent_link_failures: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class CallReport:
+class CallReport(NamedTuple):
     """One captured call, for people who look at a capture.
 
     Args:

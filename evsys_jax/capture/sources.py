@@ -17,7 +17,7 @@ from evsys_jax.capture.builder import PREFIX_MERGING
 from evsys_jax.capture.protocols import TokenCaptureSnapshot, TokenSource
 from evsys_jax.capture.store import TokenCaptureStore, validate_rollout_id
 
-Directories = Sequence[str | PathLike[str]]
+Directories = Sequence[str | PathLike[str]] | PathLike[str]
 
 _FILES = ("jsonl", "state.json", "intents", "incomplete")
 
@@ -124,8 +124,14 @@ def find_directory(rollout_id: str, token_capture_dirs: Directories) -> Path:
         it; then the error names them.
     """
     validate_rollout_id(rollout_id)
-    directories = {Path(each).resolve(): Path(each) for each in reversed(token_capture_dirs)}
-    ordered = [directories[key] for key in reversed(directories)]
+    if isinstance(token_capture_dirs, str | PathLike):  # one path is no list of letters
+        return Path(token_capture_dirs)
+    if len(token_capture_dirs) == 1:
+        return Path(token_capture_dirs[0])
+    distinct: dict[Path, Path] = {}
+    for each in token_capture_dirs:
+        distinct.setdefault(Path(each).resolve(), Path(each))
+    ordered = list(distinct.values())
     if not ordered:
         raise ValueError(f"no capture directory for rollout {rollout_id!r}")
     knowing = [each for each in ordered if _knows(each, rollout_id)]

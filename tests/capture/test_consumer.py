@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from evsys_jax.capture.build import build_rollout
 from evsys_jax.capture.builder import BuildOutput, Chain, ChainLink, prefix_merging
 from evsys_jax.capture.protocols import TokenCaptureSnapshot
 from evsys_jax.capture.records import TokenEntry
-from evsys_jax.capture.sources import build_from_directories, build_from_source
+from evsys_jax.capture.sources import build_from_directories, build_from_source, find_directory
 from evsys_jax.capture.store import TokenCaptureStore
 
 
@@ -70,15 +71,30 @@ def test_without_a_directory_or_source_there_is_no_result() -> None:
 
 def test_the_directory_that_knows_the_rollout_is_used_and_no_other_created(tmp_path: Path) -> None:
     _store(tmp_path / "b", *_calls())
-    dirs = [tmp_path / "a", tmp_path / "b", str(tmp_path / "b"), tmp_path / "x" / ".." / "b"]
+    dirs = [tmp_path / "a", tmp_path / "b", str(tmp_path / "b"), tmp_path / "b" / ".." / "b"]
     result = consumer.trajectories_for_rollout("r", dirs)
     assert result is not None and not result["mask_sample"]
     assert not (tmp_path / "a").exists()
+    for alone in (tmp_path / "b", str(tmp_path / "b")):
+        assert build_from_directories("r", alone).trains
     both = [tmp_path / "b", _store(tmp_path / "c", *_calls()).root]
     result = consumer.trajectories_for_rollout("r", both)
     assert result is not None and result["mask_sample"]
     assert str(tmp_path / "b") in result["error"] and str(tmp_path / "c") in result["error"]
     assert build_from_directories("r", both).reason == "capture_not_located"
+
+
+def test_where_no_directory_knows_the_rollout_the_first_is_used(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    assert find_directory("r", [first, second, tmp_path / "b" / ".." / "a"]) == first
+    result = consumer.trajectories_for_rollout("r", [second, first, second])
+    assert result is not None and result["error"].startswith("ValueError: no captured records")
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    for file in ("jsonl", "state.json", "intents", "incomplete"):
+        first.mkdir(exist_ok=True)
+        (first / f"q.tokens.{file}").touch()
+        assert find_directory("q", [second, first]) == first
+        (first / f"q.tokens.{file}").unlink()
 
 
 @pytest.mark.parametrize("rollout_id", ["../x", "a/b", "", "a\0", "a\n", "x" * 300, 5, None])
@@ -110,7 +126,9 @@ def test_no_records_is_a_failed_result() -> None:
     assert result is not None and result["error"].startswith("ValueError: ")
     assert result["metrics"] == {"n_calls": 0, "capture_incomplete": True}
     assert result["_capture_snapshot"] == {"snapshot_id": "s" * 32, "version": 3}
-    assert build_rollout("r", []).reason == "no_records"
+    for incomplete in (False, True):
+        build = build_rollout("r", [], incomplete=incomplete)
+        assert (build.reason, build.incomplete) == ("no_records", incomplete)
 
 
 def test_the_build_runs_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +305,7 @@ def test_turns_are_views_and_cost_the_length_of_the_chain() -> None:
         assert turn.prompt_tokens.base is build.tokens and len(turn.prompt_tokens) == span.start
         assert turn.completion_tokens.tolist() == [2, 3]
         assert turn.logprobs.tolist() == [-0.5, -0.25]
+    assert len(pickle.dumps(build)) < 50 * len(build.tokens)
     assert (build.tokens.dtype, build.sampled.dtype) == (np.int32, np.bool_)
     assert build.sampled.sum() == 400 and not build.logprobs[~build.sampled].any()
 
