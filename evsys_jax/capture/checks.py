@@ -38,11 +38,17 @@ def checked_token_ids(value: Any, call: str | None, name: str) -> NDArray[np.int
         bad = np.flatnonzero(wide < 0)
     if bad.size:
         index = int(bad[0])
-        element = value[index]
-        shown = element.item() if isinstance(element, np.generic) else element
-        problem = f"[{index}] is no token id (an integer in [0, 2**31)): {shown!r}"
+        problem = f"[{index}] is no token id (an integer in [0, 2**31)): {_shown(value[index])}"
         raise field_error(call, name, problem)
     return wide.astype(np.int32)
+
+
+def _shown(element: Any) -> str:
+    value = element.item() if isinstance(element, np.generic) else element
+    if isinstance(value, int) and value.bit_length() > 128:
+        # Python refuses to write out an integer of some thousand digits.
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def _listed_ids(items: list[Any] | tuple[Any, ...]) -> NDArray[np.int64]:
@@ -79,12 +85,8 @@ def checked_log_probs(value: Any, call: str | None) -> NDArray[np.float64]:
     bad = np.flatnonzero(~np.isfinite(numbers))
     if bad.size:
         index = int(bad[0])
-        element = value[index]
-        shown = element.item() if isinstance(element, np.generic) else element
-        text = repr(shown) if not isinstance(shown, int) else "an integer too large for a double"
-        if isinstance(shown, bool):
-            text = repr(shown)
-        raise field_error(call, name, f"[{index}] is no finite number: {text}")
+        problem = f"[{index}] is no finite number: {_shown(value[index])}"
+        raise field_error(call, name, problem)
     return numbers
 
 

@@ -126,3 +126,11 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_size(path: Path) -> int:
+    """Give the size of a file, 0 without one."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

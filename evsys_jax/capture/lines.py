@@ -231,7 +231,7 @@ def parse_ids(text: bytes) -> NDArray[np.int32] | None:
         return None
     # What is too large for 64 bits comes out as the largest integer, and is refused with it.
     ids = np.fromstring(text, dtype=np.int64, sep=",")
-    if ids.min() < 0 or ids.max() >= TOKEN_ID_LIMIT:
+    if ids.max() >= TOKEN_ID_LIMIT:
         return None
     return _read_only(ids.astype(np.int32))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import logging
 import os
 import re
 import time
@@ -16,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from evsys_jax.capture.config import TokenIdCaptureConfig
-from evsys_jax.capture.files import append_durably, locked, sync_directory, truncate_durably
-from evsys_jax.capture.lines import LineReader, Span, line_spans, read_records
+from evsys_jax.capture.files import append_durably, file_size, locked, sync_directory
+from evsys_jax.capture.index import mark_conflict, sync_index
+from evsys_jax.capture.lines import read_records
 from evsys_jax.capture.protocols import TokenCaptureSnapshot
 from evsys_jax.capture.records import TokenEntry
 from evsys_jax.capture.state import RolloutState
-from evsys_jax.capture.torn import is_torn
-
-logger = logging.getLogger(__name__)
 
 _ROLLOUT_ID = re.compile(r"[A-Za-z0-9._-]{1,237}")
 _INTENT_END = re.compile(rb"\r\n|\r|\n")
@@ -129,14 +126,14 @@ class TokenCaptureStore:
         digest = hashlib.sha256(line).hexdigest()
         with self._locked_state(rollout_id) as state:
             state.refuse_closed()
-            changed, _ = self._sync(state, path)
+            changed, _ = sync_index(state, path)
             known = state.digests.get(call_id)
             if known == digest:
                 if changed:
                     state.write()
                 return
             if known is not None:
-                raise _conflict(state, call_id)
+                raise mark_conflict(state, call_id)
             size = append_durably(path, line + b"\n")
             state.index({**state.digests, call_id: digest}, size)
             state.advance()
@@ -209,7 +206,7 @@ class TokenCaptureStore:
             return state.incomplete or self._is_marked(rollout_id)
 
     def _is_marked(self, rollout_id: str) -> bool:
-        return _size(self.incomplete_path_for(rollout_id)) > 0
+        return file_size(self.incomplete_path_for(rollout_id)) > 0
 
     def freeze_now(self, rollout_id: str) -> TokenCaptureSnapshot:
         """Close a rollout for records, and give all of them.
@@ -229,7 +226,7 @@ class TokenCaptureStore:
                 for key in ("snapshot_id", "version"):
                     if key not in state.values:
                         raise KeyError(f"rollout {rollout_id!r}: the frozen state lacks {key}")
-            changed, entries = self._sync(state, path)
+            changed, entries = sync_index(state, path)
             if not state.frozen:
                 state.values["frozen"] = True
                 state.values["snapshot_id"] = uuid.uuid4().hex
@@ -354,83 +351,9 @@ class TokenCaptureStore:
     async def close(self) -> None:
         """Do nothing: the store holds nothing open."""
 
-    def _sync(self, state: RolloutState, path: Path) -> tuple[bool, list[TokenEntry] | None]:
-        """Bring the index up to date with the record file; the state is not written.
-
-        Returns:
-          Whether the state has changed, and all records if they had to be read anyway.
-        """
-        size, offset = _size(path), state.indexed_size
-        if not 0 <= offset <= size:
-            raise ValueError(
-                f"rollout {state.rollout_id!r}: the index covers {offset} bytes of {path.name}, "
-                f"which has {size}"
-            )
-        if offset == size and not state.is_old:
-            return False, None
-        tail = _read_from(path, offset)
-        reader = LineReader(state.rollout_id, path.name)
-        spans = line_spans(tail)
-        digests = dict(state.digests)
-        entries: list[TokenEntry] = []
-        for index, span in enumerate(spans):
-            line = tail[span[1] : span[2]]
-            try:
-                entry = reader.read(tail, span)
-            except ValueError:
-                if index < len(spans) - 1 or not is_torn(line):
-                    _raise_numbered(reader, path, offset, span)
-                    raise
-                size = offset + span[0]
-                self._cut(path, size)
-                break
-            digest = hashlib.sha256(line).hexdigest()
-            if digests.setdefault(entry.model_call_id, digest) != digest:
-                raise _conflict(state, entry.model_call_id)
-            entries.append(entry)
-        if not state.is_old:
-            state.advance(len(entries))
-        state.index(digests, size)
-        return True, None if offset else entries
-
-    def _cut(self, path: Path, size: int) -> None:
-        truncate_durably(path, size)
-        logger.warning("%s: a torn record was cut off at byte %d", path, size)
-
-
-def _conflict(state: RolloutState, call_id: str) -> ValueError:
-    """Mark the rollout and make the error; the index stays as it was."""
-    state.mark()
-    state.write()
-    return ValueError(
-        f"rollout {state.rollout_id!r}: call {call_id!r} is stored with another content"
-    )
-
-
-def _raise_numbered(reader: LineReader, path: Path, offset: int, span: Span) -> None:
-    """Raise the error of a bad line again, with its number in the whole file."""
-    start, begin, end = span
-    reader.read(path.read_bytes(), (offset + start, offset + begin, offset + end))
-
 
 def _split_intents(data: bytes) -> list[bytes]:
     return [line for line in map(bytes.strip, _INTENT_END.split(data)) if line]
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _read_from(path: Path, offset: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read()
-    except FileNotFoundError:
-        return b""
 
 
 def _is_old_file(path: Path, latest: float) -> bool:
