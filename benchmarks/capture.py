@@ -1,0 +1,159 @@
+"""How long does it take to read and verify captured rollouts, next to parsing their JSON alone?
+
+For 8 and 40 turns per rollout, whole prompts and deltas, on the same files in the same run:
+
+    orjson.loads               every line, nothing else
+    trajectories_for_rollout   freeze, verify, one dictionary of lists per rollout
+    build_rollout              freeze, verify, arrays (by `build_from_directories`)
+
+    python benchmarks/capture.py [--repeats 9]
+
+The captures are frozen before the clock starts, so the directory is only read. Repeats are
+interleaved; medians and minima are printed, and the ratio of each to `orjson.loads`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+import evsys_jax
+from evsys_jax.capture import TokenCaptureStore, TokenEntry, stamp_lineage, trajectories_for_rollout
+from evsys_jax.capture.sources import build_from_directories
+
+VOCABULARY = 150_000
+FIRST_PROMPT, BETWEEN, GENERATED = 1_500, 150, 350
+SIZES = {8: 8, 40: 2}  # turns per rollout: rollouts
+
+
+def main() -> None:
+    """Measure the four kinds of capture and print one table each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=9, help="at least 7")
+    repeats = max(7, parser.parse_args().repeats)
+    print(
+        f"evsys_jax {evsys_jax.__version__}, python {platform.python_version()}, "
+        f"numpy {np.__version__}, orjson {orjson.__version__}, {platform.machine()}, "
+        f"{repeats} interleaved repeats, seed 0"
+    )
+    for turns, rollouts in SIZES.items():
+        for delta in (False, True):
+            with tempfile.TemporaryDirectory() as directory:
+                measure(Path(directory), turns, rollouts, delta, repeats)
+
+
+def measure(directory: Path, turns: int, rollouts: int, delta: bool, repeats: int) -> None:
+    """Write one kind of capture, time the three readers on it, and print their table."""
+    random = np.random.default_rng(0)
+    store = TokenCaptureStore(directory)
+    names = [f"0-{number}" for number in range(rollouts)]
+    tokens = 0
+    for name in names:
+        for entry in make_rollout(random, name, turns, delta):
+            tokens += len(entry.prompt_token_ids) + len(entry.generation_token_ids)
+            store.append(entry)
+        store.freeze_now(name)
+    lines = [line for name in names for line in store.path_for(name).read_bytes().splitlines()]
+    size = sum(map(len, lines))
+
+    def parse_only() -> None:
+        for line in lines:
+            orjson.loads(line)
+
+    def make_dictionaries() -> None:
+        for name in names:
+            result = trajectories_for_rollout(name, [directory])
+            assert result is not None and not result["mask_sample"], result
+
+    def make_arrays() -> None:
+        for name in names:
+            build = build_from_directories(name, [directory])
+            assert build.trains and len(build.spans) == turns, build.error
+
+    readers = {
+        "orjson.loads": parse_only,
+        "trajectories_for_rollout": make_dictionaries,
+        "build_rollout": make_arrays,
+    }
+    times = time_interleaved(readers, repeats)
+    kind = "deltas" if delta else "whole prompts"
+    print(
+        f"\n{turns} turns, {kind}: {rollouts} rollouts, {size / 1e6:.2f} MB, "
+        f"{tokens:,} stored tokens"
+    )
+    print(f"{'':26}{'median ms':>10}{'min ms':>9}{'MB/s':>8}{'Mtok/s':>8}{'ratio':>7}{'of min':>8}")
+    base = times["orjson.loads"]
+    for name, each in times.items():
+        median, least = statistics.median(each), min(each)
+        print(
+            f"{name:26}{1e3 * median:10.2f}{1e3 * least:9.2f}{size / median / 1e6:8.1f}"
+            f"{tokens / median / 1e6:8.2f}{median / statistics.median(base):7.2f}"
+            f"{least / min(base):8.2f}"
+        )
+
+
+def time_interleaved(readers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Time each reader once per round, after one round to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in readers}
+    for number in range(repeats + 1):
+        for name, reader in readers.items():
+            gc.collect()
+            start = time.perf_counter()
+            reader()
+            if number:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def make_rollout(
+    random: np.random.Generator, rollout_id: str, turns: int, delta: bool
+) -> list[TokenEntry]:
+    """One chain of calls: a long first prompt, then tool output between the generations."""
+    entries: list[TokenEntry] = []
+    sequence = np.empty(0, np.int32)
+    for turn in range(turns):
+        new = random.integers(0, VOCABULARY, BETWEEN if turn else FIRST_PROMPT, dtype=np.int32)
+        generation = random.integers(0, VOCABULARY, GENERATED, dtype=np.int32)
+        parent = entries[-1].model_call_id if entries else None
+        prompt = np.concatenate([sequence, new])
+        sequence = np.concatenate([prompt, generation])
+        entry = TokenEntry(
+            rollout_id=rollout_id,
+            model_call_id=f"call-{turn}",
+            model="policy",
+            prompt_token_ids=new if delta and turn else prompt,
+            generation_token_ids=generation,
+            generation_log_probs=-random.exponential(0.5, GENERATED),
+            output_items=[
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": f"answer {turn} " * 50}],
+                }
+            ],
+            token_item_index=0,
+            response_id=f"resp-{turn}",
+            created_at=float(turn),
+            parent_call_id=parent,
+            parent_resolution="resolved" if parent else "root",
+            prompt_is_delta=delta and turn > 0,
+        )
+        decision = "resolved" if parent else "root"
+        entries.append(
+            stamp_lineage(entry, parent, parent_resolution=decision, cumulative=sequence)
+        )
+    return entries
+
+
+if __name__ == "__main__":
+    main()
