@@ -39,6 +39,7 @@ _ROOMS = (
     "account",
     "advantages",
     "batch",
+    "capture",
     "cli",
     "data_processing",
     "dataset",

@@ -41,6 +41,18 @@ RowsOption = Annotated[
 Normalize = Annotated[
     bool, typer.Option("--normalize/--no-normalize", help="Subtract each group's mean reward.")
 ]
+CapturesOption = Annotated[
+    list[Path] | None,
+    typer.Option("--captures", help="Directory of captured calls; may be given more than once."),
+]
+Workers = Annotated[int, typer.Option("--workers", min=1, help="Processes that read captures.")]
+KeepIncomplete = Annotated[
+    bool,
+    typer.Option(
+        "--keep-incomplete-when-attributed",
+        help="Keep a rollout that lost a call, if the chain of its scored call is whole.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -58,11 +70,14 @@ def _about() -> None:
 def build(
     rollouts: Rollouts,
     out: Annotated[Path, typer.Option("--out", help="Directory for rows.parquet, report.json.")],
+    captures: CapturesOption = None,
     rows: RowsOption = Rows.turns,
     normalize: Normalize = True,
     drop_constant: Annotated[
         bool, typer.Option("--drop-constant", help="Leave out groups whose rewards are all equal.")
     ] = False,
+    workers: Workers = 1,
+    keep_incomplete: KeepIncomplete = False,
     as_json: AsJson = False,
 ) -> None:
     """Turn rollouts into training rows on disk, and account for every token.
@@ -71,7 +86,7 @@ def build(
     """
     started = time.monotonic()
     with _progress("collecting", "rollouts") as advance:
-        groups, report = _collect(rollouts, advance)
+        groups, report = _collect(rollouts, captures, workers, keep_incomplete, advance)
     from evsys_jax.ragged import ragged_rows
 
     ragged = ragged_rows(groups, rows=rows.value, drop_constant=drop_constant)
@@ -91,8 +106,11 @@ def build(
 @app.command()
 def verify(
     rollouts: Rollouts,
+    captures: CapturesOption = None,
     rows: RowsOption = Rows.turns,
     normalize: Normalize = True,
+    workers: Workers = 1,
+    keep_incomplete: KeepIncomplete = False,
     as_json: AsJson = False,
 ) -> None:
     """Compute every row twice, plainly and as arrays, and compare field by field.
@@ -101,7 +119,7 @@ def verify(
     unreadable input.
     """
     with _progress("collecting", "rollouts") as advance:
-        groups, _ = _collect(rollouts, advance)
+        groups, _ = _collect(rollouts, captures, workers, keep_incomplete, advance)
     from evsys_jax.verify import compare
 
     with _progress("comparing", "rows") as advance:
@@ -127,13 +145,26 @@ def verify(
 
 
 def _collect(
-    rollouts: Path, advance: Callable[[int], None]
+    rollouts: Path,
+    captures: list[Path] | None,
+    workers: int,
+    keep_incomplete: bool,
+    advance: Callable[[int], None],
 ) -> tuple[list[TrajectoryGroup], CollectReport]:
     """Read the records, or end with one line and exit code 2."""
     from evsys_jax.collect import collect
 
+    for directory in captures or ():
+        if not directory.is_dir():
+            _fail(f"{directory}: no such directory of captures")
     try:
-        groups, report = collect(rollouts, on_record=advance)
+        groups, report = collect(
+            rollouts,
+            captures=captures or None,
+            workers=workers,
+            mask_incomplete_when_attributed=not keep_incomplete,
+            on_record=advance,
+        )
     except OSError as error:
         _fail(f"{rollouts}: {error.strerror or error}")
     if not report.verdicts:

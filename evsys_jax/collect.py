@@ -7,23 +7,26 @@ group with votes and trains off, and the report says why.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from evsys_jax import reference
 from evsys_jax.account import TokenAccount
+from evsys_jax.capture.build import RolloutBuild
+from evsys_jax.capture.config import rollout_id_of
+from evsys_jax.capture_jobs import CaptureJob, Captures, job_of, run_jobs
 from evsys_jax.flat import logprob_array, token_array
 from evsys_jax.ragged import RaggedRows
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 
-_ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_OFF_CHAIN = ("empty_call", "quarantined", "off_chain")
 _TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
@@ -81,90 +84,153 @@ class CollectReport:
         Args:
           rows: what `ragged_rows` made of the groups that came with this report.
         """
+        off_chain = {reason: self.account.dropped[reason] for reason in _OFF_CHAIN}
+        turns = {reason: self.account.dropped_turns[reason] for reason in _OFF_CHAIN}
         return TokenAccount(
             captured=self.account.captured,
             trained=rows.account.trained,
             masked=self.account.masked,
-            dropped=rows.account.dropped,
-            dropped_turns=rows.account.dropped_turns,
+            dropped=+(rows.account.dropped + Counter(off_chain)),
+            dropped_turns=+(rows.account.dropped_turns + Counter(turns)),
         )
 
 
 def collect(
     records: str | PathLike[str] | Iterable[Mapping[str, Any]],
     *,
+    captures: Captures | None = None,
+    mask_incomplete_when_attributed: bool = True,
+    workers: int = 1,
     on_record: Callable[[int], None] | None = None,
 ) -> tuple[list[TrajectoryGroup], CollectReport]:
-    """Read NeMo Gym rollout records into groups.
+    """Read NeMo Gym rollout records into groups, joined with their captured calls.
 
     A record holds `_ng_task_index` and `_ng_rollout_index` (ints), perhaps `_ng_attempt_index` and
-    `_ng_rollout_id`, `reward`, perhaps `mask_sample`, and `response.output`: items, of which the
-    generated ones carry `prompt_token_ids`, `generation_token_ids` and `generation_log_probs`,
-    each prompt extending the prompt and generation before it. Each generated item becomes a Turn,
-    whose arrays are views into one array of the rollout's tokens.
+    `_ng_rollout_id`, `reward`, perhaps `mask_sample`, and a `response`. Where the items of
+    `response.output` carry `prompt_token_ids`, `generation_token_ids` and `generation_log_probs`,
+    each prompt extending the prompt and generation before it, each such item becomes a Turn.
+    Elsewhere the turns are those of the verified chain that `evsys_jax.capture` builds from the
+    rollout's captured calls; the response, `_ng_terminal_model_call_id` and
+    `terminal_response_id` tell it which call was scored. The arrays of a rollout's turns are
+    views into one array.
 
     Args:
       records: a JSONL file (one record a line), or an iterable of mappings.
-      on_record: called with the number of records read, after each.
+      captures: a capture directory, several, or a `TokenSource`; None where the records carry
+        their tokens.
+      mask_incomplete_when_attributed: False keeps a rollout of which a call is lost, where the
+        chain of its scored call was delivered whole.
+      workers: processes that read capture directories.
+      on_record: called with the number of records done, after each.
 
     Returns:
       The groups, one per task index, in order of first appearance, with their trajectories in
       record order, `metadata["rollout_id"]` on each; and the report. A rollout that must not train
       keeps its place with `votes` and `trains` off and `metadata["mask_reason"]`, one of:
       unreadable_record, bad_rollout_id, no_task_index, duplicate_rollout_id (each of them in no
-      group where no task is known), mask_sample, bad_item, broken_prefix, bad_tokens,
-      no_generation, unscored, bad_reward.
+      group where no task is known), mask_sample, bad_item, logprob_mismatch, broken_prefix,
+      bad_tokens, no_generation, unscored, bad_reward, or a reason of `evsys_jax.capture.build`.
 
     Raises:
       OSError: the file cannot be read.
     """
-    report, seen = CollectReport(), set[str]()
+    report = CollectReport()
     groups: dict[int, list[Trajectory]] = {}
     order: dict[int, int] = {}
-    for number, record in _numbered(records):
-        verdict = RolloutVerdict(number)
-        turns: list[Turn] = []
-        try:
-            _identify(record, verdict, seen)
-            turns = _inline_turns(record)
-            _check_score(record)
-            verdict.trains = True
-        except _MaskedError as fault:
-            verdict.reason, verdict.detail = fault.args
+    for reading, build in run_jobs(
+        _read(records, captures is not None, mask_incomplete_when_attributed),
+        captures,
+        workers=workers,
+    ):
+        verdict = reading.verdict
+        turns = _decide(reading, build)
         verdict.turns = len(turns)
         if verdict.task is not None:
             members = groups.setdefault(verdict.task, [])
             verdict.group = order.setdefault(verdict.task, len(order))
             verdict.trajectory = len(members)
-            members.append(_trajectory(turns, verdict))
+            members.append(_trajectory(turns, verdict, build))
         report.verdicts.append(verdict)
-        _account(report.account, turns, verdict)
+        _account(report.account, turns, verdict, build)
         if on_record is not None:
             on_record(len(report.verdicts))
     return [TrajectoryGroup(members) for members in groups.values()], report
 
 
+class _Reading(NamedTuple):
+    """A record whose rollout is known, or what was wrong with it."""
+
+    verdict: RolloutVerdict
+    record: Any
+    fault: _MaskedError | None
+
+
+def _read(
+    records: str | PathLike[str] | Iterable[Mapping[str, Any]],
+    captured: bool,
+    mask_incomplete_when_attributed: bool,
+) -> Iterator[tuple[_Reading, CaptureJob | None]]:
+    """Yield each record with the capture build that it needs, if it needs one."""
+    seen: set[str] = set()
+    for number, record in _numbered(records):
+        verdict, fault, job = RolloutVerdict(number), None, None
+        try:
+            _identify(record, verdict, seen)
+        except _MaskedError as error:
+            fault = error
+        if fault is None and captured and not _carries_tokens(record):
+            job = job_of(
+                record,
+                verdict.rollout_id,
+                mask_incomplete_when_attributed=mask_incomplete_when_attributed,
+            )
+        yield _Reading(verdict, record, fault), job
+
+
+def _decide(reading: _Reading, build: RolloutBuild | None) -> list[Turn]:
+    """Fill in the verdict, and return the turns as far as there are any."""
+    verdict, record = reading.verdict, reading.record
+    turns: list[Turn] = []
+    try:
+        if reading.fault is not None:
+            raise reading.fault
+        if build is not None:
+            verdict.tokens = sum(call.generated for call in build.calls)
+            turns = _captured_turns(build)
+        if record.get("mask_sample"):
+            raise _MaskedError("mask_sample", _capture_error(record))
+        if build is None:
+            turns = _inline_turns(record)
+        elif not build.trains:
+            raise _MaskedError(build.reason, build.error or _describe(build))
+        _check_score(record)
+        verdict.trains = True
+    except _MaskedError as error:
+        verdict.reason, verdict.detail = error.args
+    return turns
+
+
+def _captured_turns(build: RolloutBuild) -> list[Turn]:
+    """Return the turns of a build, logprobs rounded to the float32 that rows hold."""
+    scored = build.logprobs.astype(np.float32)
+    return [
+        Turn(
+            build.tokens[: span.start],
+            build.tokens[span.start : span.end],
+            scored[span.start : span.end],
+        )
+        for span in build.spans
+    ]
+
+
+def _describe(build: RolloutBuild) -> str:
+    """Say which calls a masked build stumbled over."""
+    named = [*build.unresolved_retries, *build.unresolved_parent_calls]
+    return ", ".join([*filter(None, [build.attribution.reason]), *map(str, named[:8])])
+
+
 class _MaskedError(Exception):
     """A rollout that must not train: (reason, detail)."""
-
-
-def rollout_id_of(record: Mapping[str, Any]) -> str | None:
-    """Return the rollout id of a record, None where it lacks the indices to form one.
-
-    Raises:
-      ValueError: names the field that is not what it must be.
-    """
-    task = _index(record, "_ng_task_index")
-    rollout = _index(record, "_ng_rollout_index")
-    attempt = _index(record, "_ng_attempt_index") or 0
-    rollout_id = record.get("_ng_rollout_id")
-    if rollout_id is None:
-        if task is None or rollout is None:
-            return None
-        rollout_id = f"{task}-{rollout}"
-    elif not isinstance(rollout_id, str) or not _ROLLOUT_ID.fullmatch(rollout_id):
-        raise ValueError(f"_ng_rollout_id {rollout_id!r} is not a plain name")
-    return f"{rollout_id}-a{attempt}" if attempt > 0 else rollout_id
 
 
 def _numbered(
@@ -211,10 +277,12 @@ def _identify(record: Any, verdict: RolloutVerdict, seen: set[str]) -> None:
     if verdict.rollout_id in seen:
         raise _MaskedError("duplicate_rollout_id", f"{verdict.rollout_id} came before")
     seen.add(verdict.rollout_id)
-    if record.get("mask_sample"):
-        capture = record.get("_ng_token_capture")
-        cause = capture.get("error") if isinstance(capture, Mapping) else None
-        raise _MaskedError("mask_sample", str(cause or ""))
+
+
+def _capture_error(record: Mapping[str, Any]) -> str:
+    capture = record.get("_ng_token_capture")
+    cause = capture.get("error") if isinstance(capture, Mapping) else None
+    return str(cause or "")
 
 
 def _check_score(record: Mapping[str, Any]) -> None:
@@ -249,6 +317,12 @@ def _generated_items(record: Mapping[str, Any]) -> list[Any]:
         for item in items
         if isinstance(item, Mapping) and item.get("generation_token_ids") is not None
     ]
+
+
+def _carries_tokens(record: Mapping[str, Any]) -> bool:
+    """Tell whether some item of the response holds generated tokens."""
+    generations = [item["generation_token_ids"] for item in _generated_items(record)]
+    return any(hasattr(tokens, "__len__") and len(tokens) > 0 for tokens in generations)
 
 
 def _inline_turns(record: Mapping[str, Any]) -> list[Turn]:
@@ -304,16 +378,24 @@ def _first_bad(items: list[Any]) -> str:
     return ""
 
 
-def _trajectory(turns: list[Turn], verdict: RolloutVerdict) -> Trajectory:
+def _trajectory(
+    turns: list[Turn], verdict: RolloutVerdict, build: RolloutBuild | None
+) -> Trajectory:
     metadata: dict[str, Any] = {"rollout_id": verdict.rollout_id}
     if not verdict.trains:
         metadata["mask_reason"] = verdict.reason
+    if build is not None:
+        metadata["_ng_token_capture"] = (
+            build.metrics if build.error is None else {**build.metrics, "error": build.error}
+        )
     reward = 0.0 if verdict.reward is None else verdict.reward
     return Trajectory(turns, reward, metadata, votes=verdict.trains, trains=verdict.trains)
 
 
-def _account(account: TokenAccount, turns: list[Turn], verdict: RolloutVerdict) -> None:
-    """Enter one rollout: its tokens are masked, or trained but for those without a context."""
+def _account(
+    account: TokenAccount, turns: list[Turn], verdict: RolloutVerdict, build: RolloutBuild | None
+) -> None:
+    """Enter one rollout: its tokens are masked; or trained, but for what has no place in a row."""
     account.captured += verdict.tokens
     if not verdict.trains:
         account.masked[verdict.reason] += verdict.tokens
@@ -326,4 +408,12 @@ def _account(account: TokenAccount, turns: list[Turn], verdict: RolloutVerdict) 
             account.dropped["no_context"] += 1
         if sampled == orphans:
             reason = "no_context" if sampled else "empty_completion"
+            account.dropped_turns[reason] += 1
+    delivered = {span.call_id for span in build.spans} if build is not None else set()
+    for call in build.calls if build is not None else ():
+        if call.call_id not in delivered:
+            reason = (
+                "empty_call" if call.empty else "quarantined" if call.quarantined else "off_chain"
+            )
+            account.dropped[reason] += call.generated
             account.dropped_turns[reason] += 1

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from evsys_jax.batch import pack
-from evsys_jax.collect import collect, rollout_id_of
+from evsys_jax.capture.config import rollout_id_of
+from evsys_jax.collect import collect
 from evsys_jax.ragged import ragged_rows
 from evsys_jax.reference import compute_advantages
 

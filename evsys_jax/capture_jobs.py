@@ -1,0 +1,149 @@
+"""Capture builds for a stream of rollouts: in this process, in worker processes, or awaited.
+
+Results come in the order of the jobs, and only a window of them is held at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from itertools import islice
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from evsys_jax.capture.build import RolloutBuild
+from evsys_jax.capture.protocols import TokenSource
+from evsys_jax.capture.sources import build_from_directories, build_from_source
+
+Captures: TypeAlias = str | PathLike[str] | Sequence[str | PathLike[str]] | TokenSource
+
+CHUNK = 8
+"""Rollouts handed to a worker process, or awaited, at a time."""
+
+
+class CaptureJob(NamedTuple):
+    """What the build of one rollout needs to know.
+
+    Args:
+      rollout_id: the rollout.
+      options: of `evsys_jax.capture.build_rollout`.
+    """
+
+    rollout_id: str
+    options: Mapping[str, Any]
+
+
+def job_of(
+    record: Mapping[str, Any], rollout_id: str, *, mask_incomplete_when_attributed: bool
+) -> CaptureJob:
+    """Read the terminal's names and the scored response out of a rollout record."""
+    response = record.get("response")
+    response = response if isinstance(response, dict) and response else None
+    model = response.get("model") if response else None
+    declared = record.get("terminal_response_id")
+    return CaptureJob(
+        rollout_id,
+        {
+            "model": model if isinstance(model, str) else "",
+            "verified_response": response,
+            "explicit_terminal_call_id": record.get("_ng_terminal_model_call_id"),
+            "declared_response_id": str(declared) if declared else None,
+            "mask_incomplete_when_attributed": mask_incomplete_when_attributed,
+        },
+    )
+
+
+def run_jobs(
+    jobs: Iterable[tuple[Any, CaptureJob | None]], captures: Captures | None, *, workers: int = 1
+) -> Iterator[tuple[Any, RolloutBuild | None]]:
+    """Build each job, and hand back what came with it beside the result.
+
+    Args:
+      jobs: (anything, job) pairs; a job of None builds nothing.
+      captures: a capture directory, several, or a `TokenSource`; None builds nothing.
+      workers: processes that build, for directories.
+
+    Yields:
+      (what came with the job, its build), in order. A build never raises; it is masked instead.
+    """
+    if captures is None:
+        yield from ((carried, None) for carried, _ in jobs)
+    elif isinstance(captures, TokenSource):
+        yield from _await_builds(jobs, captures)
+    else:
+        paths = [captures] if isinstance(captures, str | PathLike) else list(captures)
+        directories = [Path(path) for path in paths]
+        if workers > 1:
+            yield from _share_builds(jobs, directories, workers)
+        else:
+            for carried, job in jobs:
+                yield carried, _build(job, directories)
+
+
+def _build(job: CaptureJob | None, directories: list[Path]) -> RolloutBuild | None:
+    if job is None:
+        return None
+    return build_from_directories(job.rollout_id, directories, **job.options)
+
+
+def _build_chunk(
+    jobs: list[CaptureJob | None], directories: list[Path]
+) -> list[RolloutBuild | None]:
+    return [_build(job, directories) for job in jobs]
+
+
+def _share_builds(
+    jobs: Iterable[tuple[Any, CaptureJob | None]], directories: list[Path], workers: int
+) -> Iterator[tuple[Any, RolloutBuild | None]]:
+    """Hand chunks to worker processes, a few ahead of what is asked for."""
+    # A fresh interpreter: a fork would take over JAX's threads in an unknown state.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+
+        def submit(chunk: list[tuple[Any, CaptureJob | None]]) -> Future[Any]:
+            return pool.submit(_build_chunk, [job for _, job in chunk], directories)
+
+        yield from _in_order(jobs, submit, ahead=2 * workers)
+
+
+def _await_builds(
+    jobs: Iterable[tuple[Any, CaptureJob | None]], source: TokenSource
+) -> Iterator[tuple[Any, RolloutBuild | None]]:
+    """Await a source's builds, a chunk together, on an event loop of its own thread."""
+
+    async def build(job: CaptureJob | None) -> RolloutBuild | None:
+        if job is None:
+            return None
+        return await build_from_source(job.rollout_id, source, **job.options)
+
+    async def together(chunk: list[tuple[Any, CaptureJob | None]]) -> list[RolloutBuild | None]:
+        return list(await asyncio.gather(*(build(job) for _, job in chunk)))
+
+    with ThreadPoolExecutor(1) as thread, asyncio.Runner() as runner:
+        # All on one loop, since a source may keep connections that belong to it.
+        yield from _in_order(
+            jobs, lambda chunk: thread.submit(runner.run, together(chunk)), ahead=1
+        )
+        thread.submit(runner.close).result()
+
+
+def _in_order(
+    jobs: Iterable[tuple[Any, CaptureJob | None]],
+    submit: Callable[[list[tuple[Any, CaptureJob | None]]], Future[Any]],
+    *,
+    ahead: int,
+) -> Iterator[tuple[Any, RolloutBuild | None]]:
+    """Submit chunks of jobs, at most `ahead` beyond the one that is being yielded."""
+    stream = iter(jobs)
+    waiting: deque[tuple[list[Any], Future[Any]]] = deque()
+    while True:
+        while len(waiting) <= ahead and (chunk := list(islice(stream, CHUNK))):
+            waiting.append(([carried for carried, _ in chunk], submit(chunk)))
+        if not waiting:
+            return
+        carried, future = waiting.popleft()
+        yield from zip(carried, future.result(), strict=True)
