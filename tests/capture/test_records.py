@@ -55,7 +55,6 @@ def test_arrays_are_copies_of_the_right_types() -> None:
         2**63,
         2**64 + 5,
         10**30,
-        10**5000,
         3.0,
         2.5,
         True,
@@ -100,9 +99,7 @@ def test_what_is_no_list_of_ids(bad: Any) -> None:
         make(prompt_token_ids=bad)
 
 
-@pytest.mark.parametrize(
-    "bad", [math.nan, math.inf, -math.inf, None, "-1", True, 10**400, 10**5000, [-1.0]]
-)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None, "-1", True, 10**400, [-1.0]])
 def test_bad_log_probs_name_call_field_and_index(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"call-7.*generation_log_probs.*\[1\]"):
         make(generation_token_ids=[3, 4], generation_log_probs=[-0.5, bad])
@@ -121,6 +118,15 @@ def test_log_probs_in_arrays() -> None:
             make(generation_log_probs=huge)
 
 
+@pytest.mark.parametrize(
+    "field", ["prompt_token_ids", "generation_log_probs", "cum_len", "created_at"]
+)
+def test_integers_that_cannot_be_written_out(field: str) -> None:
+    huge = 10**5000
+    with pytest.raises(ValueError, match=rf"call-7.*{field}"):
+        make(**{field: [huge] if field.startswith(("p", "g")) else huge})
+
+
 def test_integers_and_numpy_scalars_are_numbers() -> None:
     entry = make(
         prompt_token_ids=[np.int64(4), 5],
@@ -136,11 +142,11 @@ def test_integers_and_numpy_scalars_are_numbers() -> None:
 @pytest.mark.parametrize(
     ("field", "bad"),
     [
-        ("cum_len", 10**5000),
+        ("cum_len", 2**64),
         ("cum_len", -(2**63) - 1),
         ("cum_len", 3.0),
         ("continuation_context_len", None),
-        ("created_at", 10**5000),
+        ("created_at", 10**400),
         ("parent_resolution", ["root"]),
         ("parent_resolution", 1),
         ("output_items", {}),
