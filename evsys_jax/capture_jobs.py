@@ -123,12 +123,16 @@ def _await_builds(
     async def together(chunk: list[tuple[Any, CaptureJob | None]]) -> list[RolloutBuild | None]:
         return list(await asyncio.gather(*(build(job) for _, job in chunk)))
 
-    with ThreadPoolExecutor(1) as thread, asyncio.Runner() as runner:
-        # All on one loop, since a source may keep connections that belong to it.
-        yield from _in_order(
-            jobs, lambda chunk: thread.submit(runner.run, together(chunk)), ahead=1
-        )
-        thread.submit(runner.close).result()
+    # All on one loop, since a source may keep connections that belong to it.
+    runner = asyncio.Runner()
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            yield from _in_order(
+                jobs, lambda chunk: thread.submit(runner.run, together(chunk)), ahead=1
+            )
+        finally:
+            # By the thread, after what it still runs: whoever reads the results may have stopped.
+            thread.submit(runner.close).result()
 
 
 def _in_order(

@@ -415,5 +415,6 @@ def _account(
             reason = (
                 "empty_call" if call.empty else "quarantined" if call.quarantined else "off_chain"
             )
-            account.dropped[reason] += call.generated
+            if call.generated:
+                account.dropped[reason] += call.generated
             account.dropped_turns[reason] += 1
