@@ -14,7 +14,7 @@ def groups_of(seed=0, groups=4, tokens=20):
     for _ in range(groups):
         members = []
         for _ in range(int(rng.integers(2, 4))):
-            turns, context = [], rng.integers(0, tokens, int(rng.integers(1, 4))).tolist()
+            turns, context = [], rng.integers(0, tokens, int(rng.integers(0, 4))).tolist()
             for _ in range(int(rng.integers(1, 3))):
                 n = int(rng.integers(1, 5))
                 completion = rng.integers(0, tokens, n).tolist()

@@ -1,0 +1,160 @@
+"""A small transformer learns a two-turn game on a CPU: sample, pack, loss and gradient in JAX.
+
+The first turn asks for the first two of three symbols. The environment answers with one more,
+and the second turn asks for that one and the third. The reward is the share of the four written
+symbols that are right: by chance one in eleven.
+
+    python examples/train_grpo.py --out reward.png
+"""
+
+import argparse
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from evsys_jax import Trajectory, TrajectoryGroup, Turn, pack
+from evsys_jax.diagnostics import measure
+from evsys_jax.losses import ppo, reduce_by
+
+SYMBOLS, ASK, VOCAB, LENGTH = 10, 10, 11, 10
+WRITES = ((4, 6), (8, 10))  # what the policy writes; the environment writes [a b c ASK .. d ASK ..]
+GROUPS, MEMBERS, WIDTH = 8, 8, 64
+ENOUGH = 60  # steps after which it must have learned
+
+
+class Block(eqx.Module):
+    """Attention and an MLP, each after a norm."""
+
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+    norms: list
+
+    def __init__(self, size, key):
+        keys = jax.random.split(key)
+        self.attention = eqx.nn.MultiheadAttention(4, size, key=keys[0])
+        self.mlp = eqx.nn.MLP(size, size, 2 * size, 1, jax.nn.gelu, key=keys[1])
+        self.norms = [eqx.nn.LayerNorm(size), eqx.nn.LayerNorm(size)]
+
+    def __call__(self, x, mask):
+        y = jax.vmap(self.norms[0])(x)
+        x = x + self.attention(y, y, y, mask)
+        return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
+
+
+class Policy(eqx.Module):
+    """Two blocks; one row [T] at a time, with as many sequences in it as `segment_ids` say."""
+
+    tokens: eqx.nn.Embedding
+    places: eqx.nn.Embedding
+    blocks: list
+    head: eqx.nn.Linear
+
+    def __init__(self, key, size=64):
+        keys = jax.random.split(key, 5)
+        self.tokens = eqx.nn.Embedding(VOCAB, size, key=keys[0])
+        self.places = eqx.nn.Embedding(LENGTH, size, key=keys[1])
+        self.head = eqx.nn.Linear(size, VOCAB, key=keys[2])
+        self.blocks = [Block(size, key) for key in keys[3:]]
+
+    def __call__(self, tokens, positions, segment_ids):
+        x = jax.vmap(self.tokens)(tokens) + jax.vmap(self.places)(positions)
+        order = jnp.arange(len(tokens))
+        mask = (order[:, None] >= order) & (segment_ids[:, None] == segment_ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        return jax.nn.log_softmax(jax.vmap(self.head)(x))
+
+
+@eqx.filter_jit
+def write(policy, tokens, span, key):
+    """Sample one turn of all rollouts; return the tokens [N, LENGTH] and logprobs [N, written]."""
+    order, logprobs = jnp.arange(LENGTH), []
+    for at, draw in zip(range(*span), jax.random.split(key, span[1] - span[0]), strict=True):
+        logits = jax.vmap(lambda row: policy(row, order, jnp.ones_like(order)))(tokens)[:, at - 1]
+        symbols = jax.random.categorical(draw, logits)
+        tokens = tokens.at[:, at].set(symbols)
+        logprobs.append(jnp.take_along_axis(logits, symbols[:, None], axis=1))
+    return tokens, jnp.concatenate(logprobs, axis=1)
+
+
+def play(policy, rng, key):
+    """Play all rollouts of a step; return their calls, [N] lists of turns, and rewards [N]."""
+    shown = np.repeat(rng.integers(0, SYMBOLS, (GROUPS, 4)), MEMBERS, axis=0)
+    tokens = np.full((len(shown), LENGTH), ASK, np.int32)
+    tokens[:, [0, 1, 2, 6]] = shown  # [:, 6] is the reply, which the first turn cannot see
+    calls = [[] for _ in shown]
+    for span, draw in zip(WRITES, jax.random.split(key), strict=True):
+        tokens, logprobs = jax.device_get(write(policy, tokens, span, draw))
+        for mine, row, scores in zip(calls, tokens, logprobs, strict=True):
+            mine.append(Turn(row[: span[0]], row[slice(*span)], scores))
+    return calls, np.mean(tokens[:, [4, 5, 8, 9]] == shown[:, [0, 1, 3, 2]], axis=1)
+
+
+def gather(calls, rewards):
+    """Make a group of the rollouts of each task."""
+    rollouts = [Trajectory(turns, reward) for turns, reward in zip(calls, rewards, strict=True)]
+    return [TrajectoryGroup(rollouts[i : i + MEMBERS]) for i in range(0, len(rollouts), MEMBERS)]
+
+
+@eqx.filter_jit
+def learn(policy, state, batch, optimizer):
+    """Step down the gradient of PPO's loss, its mean over tokens."""
+
+    def loss(policy):
+        logits = jax.vmap(policy)(batch.input_tokens, batch.positions, batch.segment_ids)
+        learner = jnp.take_along_axis(logits, batch.target_tokens[..., None], axis=-1)[..., 0]
+        return ppo(learner, reduce_by(batch, "token"))[0], measure(learner, batch)
+
+    (_, metrics), gradient = eqx.filter_value_and_grad(loss, has_aux=True)(policy)
+    updates, state = optimizer.update(gradient, state)
+    return eqx.apply_updates(policy, updates), state, metrics
+
+
+def train(steps, seed):
+    """Train; return the mean reward of each step."""
+    rng, key, curve = np.random.default_rng(seed), jax.random.key(seed), []
+    policy = Policy(key)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
+    state = optimizer.init(eqx.filter(policy, eqx.is_array))
+    with Progress() as progress:
+        task = progress.add_task("", total=steps)
+        for step in range(steps):
+            calls, rewards = play(policy, rng, jax.random.fold_in(key, step))
+            batch = pack(gather(calls, rewards), rows="merged", width=WIDTH)
+            for _ in range(2):
+                policy, state, metrics = learn(policy, state, batch, optimizer)
+            curve.append(float(rewards.mean()))
+            text = f"reward {curve[-1]:.2f}  kl {float(metrics['kl_k3']):.4f}"
+            progress.update(task, advance=1, description=text)
+    return curve
+
+
+def main():
+    """Train, draw the curve, and check that the policy has learned."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="reward.png", help="the reward curve goes here")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    curve = train(options.steps, options.seed)
+    figure = Figure()
+    axes = figure.subplots()
+    axes.plot(curve)
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05))
+    figure.savefig(options.out)
+    first, last = np.mean(curve[:3]), np.mean(curve[-10:])
+    seconds = time.perf_counter() - began
+    print(f"mean reward {first:.2f} -> {last:.2f} in {options.steps} steps, {seconds:.0f} s")
+    if options.steps >= ENOUGH and not first < 0.3 < 0.8 < last:
+        raise SystemExit("the policy has not learned: below 0.3 -> above 0.8 was expected")
+
+
+if __name__ == "__main__":
+    main()
