@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evsys_jax import reference
-from evsys_jax.batch import Array, TokenBatch, bucket
+from evsys_jax.batch import Array, TokenBatch
+from evsys_jax.plans import bucket
 from evsys_jax.ragged import RaggedRows
 from evsys_jax.segments import spread_segments, sum_segments
 

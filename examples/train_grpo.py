@@ -33,18 +33,16 @@ class Block(eqx.Module):
 
     attention: eqx.nn.MultiheadAttention
     mlp: eqx.nn.MLP
-    norms: list
 
     def __init__(self, size, key):
         keys = jax.random.split(key)
         self.attention = eqx.nn.MultiheadAttention(4, size, key=keys[0])
         self.mlp = eqx.nn.MLP(size, size, 2 * size, 1, jax.nn.gelu, key=keys[1])
-        self.norms = [eqx.nn.LayerNorm(size), eqx.nn.LayerNorm(size)]
 
     def __call__(self, x, mask):
-        y = jax.vmap(self.norms[0])(x)
+        y = jax.nn.standardize(x)
         x = x + self.attention(y, y, y, mask)
-        return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
+        return x + jax.vmap(self.mlp)(jax.nn.standardize(x))
 
 
 class Policy(eqx.Module):
@@ -68,7 +66,7 @@ class Policy(eqx.Module):
         mask = (order[:, None] >= order) & (segment_ids[:, None] == segment_ids)
         for block in self.blocks:
             x = block(x, mask)
-        return jax.nn.log_softmax(jax.vmap(self.head)(x))
+        return jax.nn.log_softmax(jax.vmap(self.head)(jax.nn.standardize(x)))
 
 
 @eqx.filter_jit

@@ -156,7 +156,8 @@ def test_live_nan_stays_visible(name, run):
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_to_train_gives_exactly_zero(name, run):
     rows = drawn_rows(2).take(np.arange(8))
-    constant = dataclasses.replace(rows, rewards=np.full(len(rows.rewards), 0.95))
+    same = dataclasses.replace(rows.table, rewards=np.full(len(rows.table), 0.95))
+    constant = dataclasses.replace(rows, table=same)
     masked = pack(rows)
     masked = dataclasses.replace(masked, mask=jnp.zeros_like(masked.mask))
     both = run(jax.value_and_grad(lambda learner, batch: call(name)(learner, batch)[0]))
@@ -308,6 +309,10 @@ def test_unknown_unit_is_visible():
     for by in ("trajectory", "group"):
         reduced = reduce_by(late, by, counts=count_live(early))
         assert np.isnan(np.asarray(reduced.advantages)[np.asarray(late.mask)]).all()
+    first = count_live(rows.take(np.flatnonzero(rows.trajectory == 0)))
+    others = pack(rows.take(np.flatnonzero(rows.trajectory == 1)))
+    reduced = reduce_by(others, "trajectory", counts=first)
+    assert np.isnan(np.asarray(reduced.advantages)[np.asarray(others.mask)]).all()
 
 
 @pytest.mark.parametrize("by", [0, -1.0, float("nan"), float("inf"), "tokens"])

@@ -136,6 +136,7 @@ def test_two_processes_take_the_same_step(single, tmp_path):
     env = {
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
     }
