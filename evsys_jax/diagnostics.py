@@ -173,9 +173,7 @@ def _log_ratio(learner_logprobs: Array, batch: TokenBatch) -> jax.Array:
     chex.assert_type(
         [learner_logprobs, batch.logprobs, batch.mask], [jnp.float32, jnp.float32, bool]
     )
-    difference = jnp.where(batch.mask, learner_logprobs, 0.0) - jnp.where(
-        batch.mask, batch.logprobs, 0.0
-    )
+    difference = jnp.where(batch.mask, jnp.asarray(learner_logprobs) - batch.logprobs, 0.0)
     return jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 

@@ -104,6 +104,15 @@ def test_narrowed_mask_counts_what_was_sampled():
     assert got["prompt_tokens"] + got["sampled_tokens"] == real
 
 
+def test_estimate_can_serve_as_a_penalty(run):
+    batch = packed_batch(5)
+    learner = poison(learner_of(batch), batch.mask)
+    slope = run(jax.grad(lambda x, b: measure(x, b)["kl_k3"]))(learner, batch)
+    d = np.where(batch.mask, learner_of(batch).astype(np.float64) - batch.logprobs, 0.0)
+    want = np.where(batch.mask, np.expm1(d), 0.0) / np.count_nonzero(batch.mask)
+    np.testing.assert_allclose(slope, want, rtol=1e-4, atol=1e-7)
+
+
 def test_truncated_weights(run):
     batch = packed_batch(5)
     learner = poison(learner_of(batch), batch.mask)
