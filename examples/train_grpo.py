@@ -28,44 +28,32 @@ GROUPS, MEMBERS, WIDTH = 8, 8, 64
 ENOUGH = 60  # steps after which it must have learned
 
 
-class Block(eqx.Module):
-    """Attention and an MLP, each after a norm."""
-
-    attention: eqx.nn.MultiheadAttention
-    mlp: eqx.nn.MLP
-
-    def __init__(self, size, key):
-        keys = jax.random.split(key)
-        self.attention = eqx.nn.MultiheadAttention(4, size, key=keys[0])
-        self.mlp = eqx.nn.MLP(size, size, 2 * size, 1, jax.nn.gelu, key=keys[1])
-
-    def __call__(self, x, mask):
-        y = jax.nn.standardize(x)
-        x = x + self.attention(y, y, y, mask)
-        return x + jax.vmap(self.mlp)(jax.nn.standardize(x))
-
-
 class Policy(eqx.Module):
-    """Two blocks; one row [T] at a time, with as many sequences in it as `segment_ids` say."""
+    """A transformer; one row [T] at a time, with as many sequences as `segment_ids` say."""
 
     tokens: eqx.nn.Embedding
     places: eqx.nn.Embedding
-    blocks: list
+    attention: list
+    mlps: list
     head: eqx.nn.Linear
 
-    def __init__(self, key, size=64):
-        keys = jax.random.split(key, 5)
-        self.tokens = eqx.nn.Embedding(VOCAB, size, key=keys[0])
-        self.places = eqx.nn.Embedding(LENGTH, size, key=keys[1])
-        self.head = eqx.nn.Linear(size, VOCAB, key=keys[2])
-        self.blocks = [Block(size, key) for key in keys[3:]]
+    def __init__(self, key, size=64, depth=2):
+        keys = iter(jax.random.split(key, 3 + 2 * depth))
+        self.tokens = eqx.nn.Embedding(VOCAB, size, key=next(keys))
+        self.places = eqx.nn.Embedding(LENGTH, size, key=next(keys))
+        self.head = eqx.nn.Linear(size, VOCAB, key=next(keys))
+        attention, mlp = eqx.nn.MultiheadAttention, eqx.nn.MLP
+        self.attention = [attention(4, size, key=next(keys)) for _ in range(depth)]
+        self.mlps = [mlp(size, size, 2 * size, 1, key=next(keys)) for _ in range(depth)]
 
     def __call__(self, tokens, positions, segment_ids):
         x = jax.vmap(self.tokens)(tokens) + jax.vmap(self.places)(positions)
         order = jnp.arange(len(tokens))
         mask = (order[:, None] >= order) & (segment_ids[:, None] == segment_ids)
-        for block in self.blocks:
-            x = block(x, mask)
+        for attend, mlp in zip(self.attention, self.mlps, strict=True):
+            y = jax.nn.standardize(x)
+            x = x + attend(y, y, y, mask)
+            x = x + jax.vmap(mlp)(jax.nn.standardize(x))
         return jax.nn.log_softmax(jax.vmap(self.head)(jax.nn.standardize(x)))
 
 
