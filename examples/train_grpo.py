@@ -8,6 +8,7 @@ symbols that are right: by chance one in eleven.
 """
 
 import argparse
+import tempfile
 import time
 
 import equinox as eqx
@@ -18,7 +19,8 @@ import optax
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from evsys_jax import Trajectory, TrajectoryGroup, Turn, pack
+from evsys_jax import collect, pack
+from evsys_jax.capture import TokenCaptureStore, TokenEntry, stamp_lineage
 from evsys_jax.diagnostics import measure
 from evsys_jax.losses import ppo, reduce_by
 
@@ -69,23 +71,33 @@ def write(policy, tokens, span, key):
     return tokens, jnp.concatenate(logprobs, axis=1)
 
 
-def play(policy, rng, key):
-    """Play all rollouts of a step; return their calls, [N] lists of turns, and rewards [N]."""
+def play(policy, store, step, rng, key):
+    """Play all rollouts of a step and record each call in the store; return rollout records."""
     shown = np.repeat(rng.integers(0, SYMBOLS, (GROUPS, 4)), MEMBERS, axis=0)
     tokens = np.full((len(shown), LENGTH), ASK, np.int32)
     tokens[:, [0, 1, 2, 6]] = shown  # [:, 6] is the reply, which the first turn cannot see
-    calls = [[] for _ in shown]
+    names = [f"step{step}-{n}" for n in range(len(shown))]
+    before = None
     for span, draw in zip(WRITES, jax.random.split(key), strict=True):
         tokens, logprobs = jax.device_get(write(policy, tokens, span, draw))
-        for mine, row, scores in zip(calls, tokens, logprobs, strict=True):
-            mine.append(Turn(row[: span[0]], row[slice(*span)], scores))
-    return calls, np.mean(tokens[:, [4, 5, 8, 9]] == shown[:, [0, 1, 3, 2]], axis=1)
-
-
-def gather(calls, rewards):
-    """Make a group of the rollouts of each task."""
-    rollouts = [Trajectory(turns, reward) for turns, reward in zip(calls, rewards, strict=True)]
-    return [TrajectoryGroup(rollouts[i : i + MEMBERS]) for i in range(0, len(rollouts), MEMBERS)]
+        call = f"call-{span[0]}"
+        for name, row, scores in zip(names, tokens, logprobs, strict=True):
+            entry = TokenEntry(
+                rollout_id=name,
+                model_call_id=call,
+                prompt_token_ids=row[: span[0]],
+                generation_token_ids=row[slice(*span)],
+                generation_log_probs=scores,
+            )
+            origin = "resolved" if before else "root"
+            store.append(stamp_lineage(entry, before, parent_resolution=origin))
+        before = call
+    rewards = np.mean(tokens[:, [4, 5, 8, 9]] == shown[:, [0, 1, 3, 2]], axis=1)
+    return [
+        {"_ng_task_index": n // MEMBERS, "_ng_rollout_index": n % MEMBERS, "_ng_rollout_id": name}
+        | {"_ng_terminal_model_call_id": call, "reward": float(rewards[n])}
+        for n, name in enumerate(names)
+    ]
 
 
 @eqx.filter_jit
@@ -102,20 +114,21 @@ def learn(policy, state, batch, optimizer):
     return eqx.apply_updates(policy, updates), state, metrics
 
 
-def train(steps, seed):
+def train(steps, seed, captures):
     """Train; return the mean reward of each step."""
     rng, key, curve = np.random.default_rng(seed), jax.random.key(seed), []
-    policy = Policy(key)
+    policy, store = Policy(key), TokenCaptureStore(captures)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
     state = optimizer.init(eqx.filter(policy, eqx.is_array))
     with Progress() as progress:
         task = progress.add_task("", total=steps)
         for step in range(steps):
-            calls, rewards = play(policy, rng, jax.random.fold_in(key, step))
-            batch = pack(gather(calls, rewards), rows="merged", width=WIDTH)
+            records = play(policy, store, step, rng, jax.random.fold_in(key, step))
+            groups, _ = collect(records, captures=captures)
+            batch = pack(groups, rows="merged", width=WIDTH)
             for _ in range(2):
                 policy, state, metrics = learn(policy, state, batch, optimizer)
-            curve.append(float(rewards.mean()))
+            curve.append(np.mean([record["reward"] for record in records]))
             text = f"reward {curve[-1]:.2f}  kl {float(metrics['kl_k3']):.4f}"
             progress.update(task, advance=1, description=text)
     return curve
@@ -129,7 +142,8 @@ def main():
     parser.add_argument("--out", default="reward.png", help="the reward curve goes here")
     options = parser.parse_args()
     began = time.perf_counter()
-    curve = train(options.steps, options.seed)
+    with tempfile.TemporaryDirectory() as captures:
+        curve = train(options.steps, options.seed, captures)
     figure = Figure()
     axes = figure.subplots()
     axes.plot(curve)
