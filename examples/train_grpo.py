@@ -125,7 +125,7 @@ def train(steps, seed, captures):
         for step in range(steps):
             records = play(policy, store, step, rng, jax.random.fold_in(key, step))
             groups, _ = collect(records, captures=captures)
-            batch = pack(groups, rows="merged", width=WIDTH)
+            batch = pack(groups, rows="merged", layout="packed", width=WIDTH)
             for _ in range(2):
                 policy, state, metrics = learn(policy, state, batch, optimizer)
             curve.append(np.mean([record["reward"] for record in records]))
