@@ -69,6 +69,9 @@ def run_jobs(
 
     Yields:
       (what came with the job, its build), in order. A build never raises; it is masked instead.
+
+    Raises:
+      NotADirectoryError: a capture directory does not exist.
     """
     if captures is None:
         yield from ((carried, None) for carried, _ in jobs)
@@ -77,6 +80,9 @@ def run_jobs(
     else:
         paths = [captures] if isinstance(captures, str | PathLike) else list(captures)
         directories = [Path(path) for path in paths]
+        for directory in directories:
+            if not directory.is_dir():
+                raise NotADirectoryError(f"{directory}: no such directory of captures")
         if workers > 1:
             yield from _share_builds(jobs, directories, workers)
         else:

@@ -225,8 +225,9 @@ def _captured_turns(build: RolloutBuild) -> list[Turn]:
 
 def _describe(build: RolloutBuild) -> str:
     """Say which calls a masked build stumbled over."""
+    lost = "a call was announced or marked and is lost" if build.incomplete else ""
     named = [*build.unresolved_retries, *build.unresolved_parent_calls]
-    return ", ".join([*filter(None, [build.attribution.reason]), *map(str, named[:8])])
+    return ", ".join([*filter(None, [lost, build.attribution.reason]), *map(str, named[:8])])
 
 
 class _MaskedError(Exception):

@@ -427,3 +427,9 @@ def test_a_second_record_of_a_rollout_builds_nothing():
     assert [v.reason for v in report.verdicts] == ["", "duplicate_rollout_id"]
     assert source.frozen == ["0-0"]
     assert check_account(groups, report).captured == 5
+
+
+def test_a_mistyped_directory_is_an_error(tmp_path):
+    with pytest.raises(NotADirectoryError, match="mistyped: no such directory"):
+        collect([], captures=tmp_path / "mistyped")
+    assert not (tmp_path / "mistyped").exists()
