@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+MAX_COMPARED = 128
+"""Segments per row up to which every position is compared with all their ends."""
+
 
 class RowTargets(NamedTuple):
     """One padded row, target-aligned; each field [T]. See `evsys_jax.batch.TokenBatch`."""
@@ -111,14 +114,15 @@ def lay_segments(
     taken = jnp.maximum(lengths - 1, jnp.int32(0))
     ends = jnp.cumsum(taken, dtype=jnp.int32)
     slot = jnp.arange(width, dtype=jnp.int32)
-    numbers = jnp.arange(starts.shape[0], dtype=jnp.int32)
-    segment = jnp.repeat(numbers, taken, total_repeat_length=width)
+    segment = _number_segments(ends, width)
 
     def at(flat: jax.Array, index: jax.Array) -> jax.Array:
         return flat.at[index].get(mode="promise_in_bounds")
 
     position = slot - at(ends - taken, segment)
     source = jnp.minimum(at(starts, segment) + position, jnp.int32(tokens.shape[0] - 2))
+    # Without the barrier XLA computes these once for every output that is gathered with them.
+    segment, position, source = lax.optimization_barrier((segment, position, source))
 
     target = source + 1
     own = at(advantages, target if advantages.shape == tokens.shape else segment)
@@ -135,6 +139,25 @@ def lay_segments(
         slot < ends[-1],
         pad_token,
     )
+
+
+def _number_segments(ends: jax.Array, width: int) -> jax.Array:
+    """Return the segment of each position, [T] int32: how many ends [S] lie at or before it.
+
+    Padding gets the last segment's number. Comparing with all ends is fastest while they are few;
+    beyond that a scan takes over, whose cost does not depend on their number.
+    """
+    if ends.shape[0] <= MAX_COMPARED:
+        slot = jnp.arange(width, dtype=jnp.int32)
+        passed = jnp.zeros(width, jnp.int32)
+        # In parts, since XLA lays a longer comparison out in memory before it sums it up.
+        for first in range(0, ends.shape[0], 32):
+            part = ends[first : first + 32, None]
+            passed += jnp.sum(slot[None, :] >= part, axis=0, dtype=jnp.int32)
+    else:
+        marks = jnp.zeros(width, jnp.int32).at[ends].add(jnp.int32(1), mode="drop")
+        passed = lax.associative_scan(jnp.add, marks)
+    return jnp.minimum(passed, jnp.int32(ends.shape[0] - 1))
 
 
 def _check_flat(tokens: jax.Array, sampled: jax.Array, logprobs: jax.Array) -> None:
