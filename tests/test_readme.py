@@ -10,7 +10,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_example_runs_and_prints_what_it_says(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    code = "".join(blocks)
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
     promised = re.findall(r"^print\(.*\)  # (.*?)(?::|$)", code, re.MULTILINE)
     assert capsys.readouterr().out.splitlines() == promised
