@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -174,7 +174,7 @@ def judge_rollouts(
     workers: int = 1,
     freeze: bool = True,
     only: str | None = None,
-) -> Iterator[JudgedRollout]:
+) -> Generator[JudgedRollout, None, None]:
     """Do what `collect` does, one rollout at a time, and keep none of them.
 
     Args:
