@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from evsys_jax import reference
 from evsys_jax.advantage_inputs import AdvantageInputs, advantage_inputs
 from evsys_jax.advantages import Baseline, Rewards, Scale, centre, group_advantages
-from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, Layout, bucket, plan_slots
+from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, Layout, bucket, pad_slots, plan_slots
 from evsys_jax.ragged import RaggedRows, RowKind, TrajectoryTable, ragged_rows
 from evsys_jax.targets import RowTargets, lay_segments, shift_row
 
@@ -145,9 +145,7 @@ def pack(
     positions = ragged.lengths - 1
     width = _chosen_width(ragged, width, overlong)
     slots = plan_slots(positions, width, layout)
-    slots = np.pad(
-        slots, [(0, bucket(len(slots), MIN_ROWS) - len(slots)), (0, 0)], constant_values=-1
-    )
+    slots = pad_slots(slots, bucket(len(slots), MIN_ROWS))
     return pack_slots(ragged, slots, inputs, width=width, pad_token=pad_token)
 
 
@@ -185,8 +183,7 @@ def microbatches(
     slots = plan_slots(rows.lengths - 1, width, layout)
     count = max(1, min(max_tokens // width, len(slots)))
     for first in range(0, len(slots), count):
-        part = slots[first : first + count]
-        part = np.pad(part, [(0, count - len(part)), (0, 0)], constant_values=-1)
+        part = pad_slots(slots[first : first + count], count)
         yield pack_slots(rows, part, inputs, width=width, pad_token=pad_token)
 
 

@@ -10,11 +10,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from evsys_jax.datums import DatumMetadata, unpack
-from evsys_jax.plans import by_width
-from evsys_jax.ragged import MismatchPolicy, RaggedRows, ragged_rows, trajectory_table
+from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, bucket, by_width, pad_slots
+from evsys_jax.ragged import MismatchPolicy, ragged_rows, trajectory_table
 from evsys_jax.reference import compute_trajectory_metrics
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup
 
@@ -84,32 +82,23 @@ def assemble_training_data(
       ValueError: groups and advantages that don't match; bad tokens, logprobs or advantages,
         named by group, trajectory, turn and index.
     """
-    from evsys_jax.batch import pack
+    from evsys_jax.advantage_inputs import advantage_inputs
+    from evsys_jax.batch import pack_slots
 
-    rows = ragged_rows(trajectory_groups, on_logprob_mismatch=on_logprob_mismatch)
+    rows = ragged_rows(trajectory_groups, on_logprob_mismatch=on_logprob_mismatch, keep_lists=True)
+    start = advantage_inputs(rows, advantages, baseline="none", scale="none")
+    positions = rows.lengths - 1
     datums: list[Any] = [None] * len(rows)
     metadata: list[Any] = [None] * len(rows)
-    # An empty batch, too, checks that groups and advantages match.
-    for index in by_width(rows.lengths - 1, MAX_POSITIONS) or [np.arange(0)]:
-        batch = pack(rows.take(index), advantages=advantages)
-        made, places = unpack(batch, inputs=_list_inputs(trajectory_groups, rows, index))
+    for index in by_width(positions, MAX_POSITIONS):
+        width = bucket(int(positions[index].max()), MIN_WIDTH)
+        slots = pad_slots(index[:, None], bucket(len(index), MIN_ROWS))
+        batch = pack_slots(rows, slots, start, width=width, pad_token=0)
+        inputs = [rows.inputs[r] for r in index.tolist()] if rows.inputs else None
+        made, places = unpack(batch, inputs=inputs)
         for r, datum, place in zip(index.tolist(), made, places, strict=True):
             datums[r], metadata[r] = datum, place
     return datums, metadata
-
-
-def _list_inputs(
-    groups: Sequence[Any], rows: RaggedRows, index: np.ndarray[Any, Any]
-) -> list[list[int] | None]:
-    """Return the input tokens of each row whose turn has lists; None where it has arrays."""
-    inputs: list[list[int] | None] = []
-    places = (rows.group[index], rows.trajectory[index], rows.turn[index])
-    for g, n, k in zip(*(place.tolist() for place in places), strict=True):
-        turn = groups[g].trajectories[n].turns[k]
-        prompt, completion = turn.prompt_tokens, turn.completion_tokens
-        as_lists = isinstance(prompt, list) and isinstance(completion, list)
-        inputs.append([*prompt, *completion[:-1]] if as_lists else None)
-    return inputs
 
 
 def _turn_to_datum(turn: Any, *, advantage: float) -> tinker.Datum | None:

@@ -117,7 +117,7 @@ def read_rows(path: str | PathLike[str]) -> RaggedRows:
         raise ValueError(f"{path}: no column {missing[0]!r}; not a file of training rows")
     parts = [_flat_part(path, batch) for batch in file.iter_batches(columns=SCHEMA.names)]
     parts = parts or [_flat_part(path, SCHEMA.empty_table().to_batches()[0])]
-    flat = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    flat: dict[str, Any] = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     lengths = flat.pop("lengths")
     places = np.stack([flat.pop("group"), flat.pop("trajectory")])
     ids, rewards = flat.pop("rollout_id"), flat.pop("reward")

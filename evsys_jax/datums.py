@@ -6,7 +6,7 @@ The only module that imports tinker, and only inside the functions, since that t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -79,19 +79,18 @@ def unpack(
     if batch.wire_mask is not None:
         key, dtype = batch.wire_mask
         fields[key] = np.array(np.asarray(batch.mask)[used], dtype)
+    make = _datum_maker(fields)
     datums = []
     for r, (b, start, size) in enumerate(
         zip(line.tolist(), begin.tolist(), length.tolist(), strict=True)
     ):
-        end = start + size
+        own = slice(start, start + size)
         model_input = inputs[r] if inputs is not None else None
         if model_input is None:
-            own = input_tokens[b, start:end]
             as_list = tokens == "list" and inputs is None
-            model_input = own.tolist() if as_list else _int32_buffer(own)
-        datums.append(
-            _make_datum(model_input, {key: value[b, start:end] for key, value in fields.items()})
-        )
+            values = input_tokens[b, own]
+            model_input = values.tolist() if as_list else _int32_buffer(values)
+        datums.append(make(model_input, b, own))
     places = (batch.segment_group, batch.segment_trajectory, batch.segment_turn)
     columns = np.stack([np.asarray(place) for place in places])[:, line, segment]
     return datums, [DatumMetadata(*place) for place in columns.T.tolist()]
@@ -107,27 +106,33 @@ def _int32_buffer(tokens: NDArray[np.int32]) -> Sequence[int]:
     return buffer
 
 
-def _make_datum(tokens: Sequence[int], arrays: dict[str, NDArray[Any]]) -> tinker.Datum:
-    """Make one Datum of checked tokens, without validating every token once more.
+def _datum_maker(
+    fields: dict[str, NDArray[Any]],
+) -> Callable[[Sequence[int], int, slice], tinker.Datum]:
+    """Return what makes one Datum of checked tokens, without validating every token once more.
 
     Args:
-      tokens: [T] ints, list or buffer.
-      arrays: [T] arrays by key, int64 or float32 and writable, which the Datum takes as they are.
+      fields: [B, T] arrays by key, int64 or float32 and writable, which the Datums share.
     """
     from tinker.types import Datum, EncodedTextChunk, ModelInput, TensorData
 
-    chunk = EncodedTextChunk.model_construct(tokens=tokens)
-    return Datum(
-        model_input=ModelInput.model_construct(chunks=[chunk]),
-        loss_fn_inputs={
-            key: TensorData(
-                data=value,
-                dtype="int64" if value.dtype == np.int64 else "float32",
-                shape=[len(value)],
-            )
-            for key, value in arrays.items()
-        },
-    )
+    columns: list[tuple[str, NDArray[Any], Literal["int64", "float32"]]] = [
+        (key, values, "int64" if values.dtype == np.int64 else "float32")
+        for key, values in fields.items()
+    ]
+
+    def make(tokens: Sequence[int], b: int, own: slice) -> tinker.Datum:
+        shape = [own.stop - own.start]
+        chunk = EncodedTextChunk.model_construct(tokens=tokens)
+        return Datum(
+            model_input=ModelInput.model_construct(chunks=[chunk]),
+            loss_fn_inputs={
+                key: TensorData(data=values[b, own], dtype=dtype, shape=shape[:])
+                for key, values, dtype in columns
+            },
+        )
+
+    return make
 
 
 def from_datums(

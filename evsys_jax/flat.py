@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,18 +37,36 @@ class Pieces:
         self.lengths.append(len(piece))
 
 
-def fill(pieces: Pieces) -> dict[str, Any] | None:
-    """Copy all pieces into flat arrays; None where some value is not what it must be."""
+def fill(pieces: Pieces, *, keep_lists: bool = False) -> dict[str, Any] | None:
+    """Copy all pieces into flat arrays; None where some value is not what it must be.
+
+    Args:
+      pieces: the rows.
+      keep_lists: add `inputs`, per row the tokens but the last as one list where all its pieces
+        are lists, else None. Joined while the tokens are being copied, it costs little.
+    """
     lengths = np.array(pieces.lengths, np.int64)
     ends = np.cumsum(lengths)
     starts = (ends - lengths).tolist()
     total = int(ends[-1]) if len(ends) else 0
     tokens = np.empty(total, np.int32)
     logprobs = np.zeros(total, np.float32)
+    inputs: list[list[int] | None] = []
     try:
         with np.errstate(over="ignore"):
-            for piece, start, length in zip(pieces.tokens, starts, pieces.lengths, strict=True):
-                _copy_tokens(piece, tokens, start, length)
+            for first, last in pairwise([*pieces.row_pieces, len(pieces.tokens)]):
+                row = pieces.tokens[first:last]
+                if keep_lists and all(isinstance(piece, list) for piece in row):
+                    joined = list(row[0])
+                    for piece in row[1:]:
+                        joined += piece
+                    _copy_tokens(joined, tokens, starts[first], len(joined))
+                    del joined[-1:]
+                    inputs.append(joined)
+                    continue
+                inputs.append(None)
+                for i, piece in enumerate(row, start=first):
+                    _copy_tokens(piece, tokens, starts[i], pieces.lengths[i])
             for piece, start, length in zip(pieces.logprobs, starts, pieces.lengths, strict=True):
                 if piece is not None:
                     _copy_logprobs(piece, logprobs, start, length)
@@ -65,6 +84,7 @@ def fill(pieces: Pieces) -> dict[str, Any] | None:
         "offsets": np.append(np.array(starts, np.int64)[pieces.row_pieces], total),
         "row_trajectory": np.array(pieces.row_trajectory, np.int32),
         "turn": np.array(pieces.turn, np.int32),
+        **({"inputs": inputs} if keep_lists else {}),
     }
 
 
@@ -137,6 +157,8 @@ def _copy_logprobs(piece: Any, out: NDArray[np.float32], start: int, length: int
 
 def _hides_bool(pieces: Pieces, tokens: NDArray[np.int32], starts: list[int]) -> bool:
     """Tell whether a list holds True or False, which C takes for 1 and 0."""
+    if not any(isinstance(piece, list | tuple) for piece in pieces.tokens):
+        return False
     suspects = np.flatnonzero(tokens <= 1)
     owners = np.searchsorted(starts, suspects, side="right") - 1
     return any(

@@ -88,6 +88,11 @@ def plan_slots(positions: NDArray[np.integer], width: int, layout: Layout) -> ND
     return slots
 
 
+def pad_slots(slots: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """Add empty batch rows to [B, S] slots, up to `rows`."""
+    return np.pad(slots, [(0, rows - len(slots)), (0, 0)], constant_values=-1)
+
+
 def first_fit_decreasing(sizes: NDArray[np.integer], capacity: int) -> list[list[int]]:
     """Pack items into bins: largest first, each into the first bin that has room.
 

@@ -71,6 +71,8 @@ class RaggedRows:
       table: the N trajectories, also those that yield no row.
       account: where every completion token went.
       advantages: None, or [L] float32, one per token; stored rows carry theirs along.
+      inputs: None, or per row its tokens but the last as the list they came in as, None where
+        they came as arrays.
     """
 
     tokens: NDArray[np.int32]
@@ -82,6 +84,7 @@ class RaggedRows:
     table: TrajectoryTable
     account: TokenAccount
     advantages: NDArray[np.float32] | None = None
+    inputs: list[list[int] | None] | None = None
 
     def __len__(self) -> int:
         return len(self.row_trajectory)
@@ -128,6 +131,7 @@ class RaggedRows:
             row_trajectory=self.row_trajectory[index],
             turn=self.turn[index],
             advantages=None if self.advantages is None else chosen(self.advantages),
+            inputs=None if self.inputs is None else [self.inputs[r] for r in index.tolist()],
         )
 
     def lay(
@@ -200,6 +204,7 @@ def ragged_rows(
     rows: RowKind = "turns",
     drop_constant: bool = False,
     on_logprob_mismatch: MismatchPolicy = "error",
+    keep_lists: bool = False,
 ) -> RaggedRows:
     """Flatten groups into rows, in the order group, trajectory, turn.
 
@@ -211,6 +216,7 @@ def ragged_rows(
         have one reward, since their advantage is zero. A group given with one trajectory stays.
       on_logprob_mismatch: "error", or "pad" to fill up missing logprobs with 0.0 and cut
         surplus ones, with a warning that counts the turns.
+      keep_lists: keep `inputs`, for a boundary that hands out lists again.
 
     Returns:
       The rows of all trajectories that train. Turns without completion and rows without a
@@ -241,7 +247,7 @@ def ragged_rows(
             _plan_rows(plan, turns, index, rows == "merged", account)
     if padded:
         logger.warning("logprobs padded or cut to the completion's length in %d turns", padded)
-    flat = fill(plan)
+    flat = fill(plan, keep_lists=keep_lists)
     if flat is None:
         raise _first_fault(groups, constant, on_logprob_mismatch)
     untargeted = np.count_nonzero(flat["sampled"][flat["offsets"][:-1]])

@@ -59,20 +59,15 @@ def shift_row(
     def cut(flat: jax.Array, shift: int) -> jax.Array:
         return lax.dynamic_slice(flat, (start + jnp.int32(shift),), (width,))
 
-    # Without the barrier XLA fuses the slices into each of the seven outputs and makes them again
-    # for every one of them.
-    inputs, targets, live, scores = lax.optimization_barrier(
-        (cut(tokens, 0), cut(tokens, 1), cut(sampled, 1), cut(logprobs, 1))
-    )
     position = jnp.arange(width, dtype=jnp.int32)
     real = position < length - 1
     return _blank(
         RowTargets(
-            input_tokens=inputs,
-            target_tokens=targets,
-            logprobs=scores,
+            input_tokens=cut(tokens, 0),
+            target_tokens=cut(tokens, 1),
+            logprobs=cut(logprobs, 1),
             advantages=cut(advantages, 1) if advantages.ndim else advantages,
-            mask=live,
+            mask=cut(sampled, 1),
             positions=position,
             segment_ids=jnp.ones((), jnp.int32),
         ),
@@ -116,14 +111,14 @@ def lay_segments(
     taken = jnp.maximum(lengths - 1, jnp.int32(0))
     ends = jnp.cumsum(taken, dtype=jnp.int32)
     slot = jnp.arange(width, dtype=jnp.int32)
-    # A segment ends where the next begins; counting the ends passed numbers the segments.
-    passed = jnp.zeros(width, jnp.int32).at[ends].add(jnp.int32(1), mode="drop")
-    segment = jnp.minimum(jnp.cumsum(passed, dtype=jnp.int32), jnp.int32(starts.shape[0] - 1))
-    position = slot - (ends - taken)[segment]
-    source = jnp.minimum(starts[segment] + position, jnp.int32(tokens.shape[0] - 2))
+    numbers = jnp.arange(starts.shape[0], dtype=jnp.int32)
+    segment = jnp.repeat(numbers, taken, total_repeat_length=width)
 
     def at(flat: jax.Array, index: jax.Array) -> jax.Array:
         return flat.at[index].get(mode="promise_in_bounds")
+
+    position = slot - at(ends - taken, segment)
+    source = jnp.minimum(at(starts, segment) + position, jnp.int32(tokens.shape[0] - 2))
 
     target = source + 1
     own = at(advantages, target if advantages.shape == tokens.shape else segment)
