@@ -74,6 +74,9 @@ def run_jobs(
 
     Yields:
       (what came with the job, its build), in order. A build never raises; it is masked instead.
+
+    Raises:
+      NotADirectoryError: a capture directory does not exist.
     """
     if captures is None:
         yield from ((carried, None) for carried, _ in jobs)
@@ -82,6 +85,9 @@ def run_jobs(
     else:
         paths = [captures] if isinstance(captures, str | PathLike) else list(captures)
         directories = [Path(path) for path in paths]
+        for directory in directories:
+            if not directory.is_dir():
+                raise NotADirectoryError(f"{directory}: no such directory of captures")
         if workers > 1:
             yield from _share_builds(jobs, directories, workers, freeze)
         else:
@@ -131,12 +137,16 @@ def _await_builds(
     async def together(chunk: list[tuple[Any, CaptureJob | None]]) -> list[RolloutBuild | None]:
         return list(await asyncio.gather(*(build(job) for _, job in chunk)))
 
-    with ThreadPoolExecutor(1) as thread, asyncio.Runner() as runner:
-        # All on one loop, since a source may keep connections that belong to it.
-        yield from _in_order(
-            jobs, lambda chunk: thread.submit(runner.run, together(chunk)), ahead=1
-        )
-        thread.submit(runner.close).result()
+    # All on one loop, since a source may keep connections that belong to it.
+    runner = asyncio.Runner()
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            yield from _in_order(
+                jobs, lambda chunk: thread.submit(runner.run, together(chunk)), ahead=1
+            )
+        finally:
+            # By the thread, after what it still runs: whoever reads the results may have stopped.
+            thread.submit(runner.close).result()
 
 
 def _in_order(

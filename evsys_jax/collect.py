@@ -278,8 +278,9 @@ def _captured_turns(build: RolloutBuild) -> list[Turn]:
 
 def _describe(build: RolloutBuild) -> str:
     """Say which calls a masked build stumbled over."""
+    lost = "a call was announced or marked and is lost" if build.incomplete else ""
     named = [*build.unresolved_retries, *build.unresolved_parent_calls]
-    return ", ".join([*filter(None, [build.attribution.reason]), *map(str, named[:8])])
+    return ", ".join([*filter(None, [lost, build.attribution.reason]), *map(str, named[:8])])
 
 
 def _numbered(
@@ -393,5 +394,6 @@ def _account(
             reason = (
                 "empty_call" if call.empty else "quarantined" if call.quarantined else "off_chain"
             )
-            account.dropped[reason] += call.generated
+            if call.generated:
+                account.dropped[reason] += call.generated
             account.dropped_turns[reason] += 1

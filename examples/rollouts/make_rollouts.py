@@ -28,12 +28,13 @@ def tokenize(text: str) -> list[int]:
 
 @dataclass
 class Call:
-    """One model call: what the engine saw, sampled, and answered."""
+    """One model call: what was asked, what the engine saw, sampled, and answered."""
 
     prompt: list[int]
     generation: list[int]
     logprobs: list[float]
     item: dict
+    request: list[dict]
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Rollout:
     index: int
     rng: random.Random
     history: list[int] = field(default_factory=list)
+    asked: list[dict] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     output: list[dict] = field(default_factory=list)
 
@@ -53,6 +55,8 @@ class Rollout:
 
     def show(self, role: str, text: str) -> None:
         """Put a message of somebody else's before the policy."""
+        if role != "tool":
+            self.asked.append({"role": role, "content": text})
         self.history += tokenize(f"<|start|>{role}\n{text}<|end|>\n")
 
     def sample(self, text: str, item: dict) -> None:
@@ -60,7 +64,8 @@ class Rollout:
         prompt = self.history + tokenize("<|start|>assistant\n")
         generation = tokenize(text + "<|end|>")
         logprobs = [round(-self.rng.expovariate(3.0), 6) for _ in generation]
-        self.calls.append(Call(prompt, generation, logprobs, item))
+        request = [*self.asked, *self.output]
+        self.calls.append(Call(prompt, generation, logprobs, item, request))
         self.output.append(item)
         self.history = prompt + generation
 
@@ -133,10 +138,15 @@ def record_of(rollout: Rollout, reward: float) -> dict:
     elif spoiled == "unscored":
         del record["reward"]
     elif spoiled == "broken":
-        before, last = rollout.calls[-2:]
-        at = len(before.prompt) + 2  # a word of the last generation comes back as two tokens
-        last.item["prompt_token_ids"] = [*last.prompt[:at], 393, 9, *last.prompt[at + 1 :]]
+        rollout.calls[-1].item["prompt_token_ids"] = tokenize_again(rollout)
     return record
+
+
+def tokenize_again(rollout: Rollout) -> list[int]:
+    """Return the last prompt with a word of the generation before it as two other tokens."""
+    before, last = rollout.calls[-2:]
+    at = len(before.prompt) + 2
+    return [*last.prompt[:at], 393, 9, *last.prompt[at + 1 :]]
 
 
 def main() -> None:
