@@ -145,7 +145,7 @@ def summarize_rollouts(
       One summary per record, in order, with the advantages that the default baseline gives.
 
     Raises:
-      OSError: the file cannot be read.
+      OSError: the file cannot be read, or a capture directory is missing.
     """
     summaries: list[RolloutSummary] = []
     for judged in judge_rollouts(
@@ -206,7 +206,7 @@ def inspect_rollout(
       record has this id.
 
     Raises:
-      OSError: the file cannot be read.
+      OSError: the file cannot be read, or a capture directory is missing.
     """
     judging = judge_rollouts(
         records,

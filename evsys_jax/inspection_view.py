@@ -142,7 +142,8 @@ def _head_lines(picture: RolloutPicture, colors: bool) -> Iterator[str]:
     each = picture.summary
     verdict = "trains" if each.trains else f"masked: {each.reason}"
     # What it says of the attribution is said below.
-    detail = each.detail.removeprefix(picture.attribution.reason).lstrip(", ")
+    detail = each.detail.replace(picture.attribution.reason, "").strip(", ")
+    detail = detail.replace(", , ", ", ")
     if detail:
         verdict += f" ({_printable(detail)})"
     group = "in none" if each.group is None else f"{each.group}, trajectory {each.trajectory}"

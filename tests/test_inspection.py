@@ -246,7 +246,7 @@ def test_the_head(data):
     assert lines[:7] == [
         "rollout   1-0",
         "group     1, trajectory 0, task 1, record 5",
-        "verdict   masked: incomplete_capture",
+        "verdict   masked: incomplete_capture (a call was announced or marked and is lost)",
         "reward    0",
         "tokens    prompt 3, between turns 0, sampled 2; captured 2, trained 0",
         "source    captured calls, open, calls may still come, incomplete: lost gone",
@@ -255,6 +255,7 @@ def test_the_head(data):
     assert lines_of(data, "--rollout", "1-2")[6] == (
         "terminal  none (response_id_no_match,response_has_no_output)"
     )
+    assert lines_of(data, "--rollout", "1-2")[2] == "verdict   masked: ambiguous_chains"
     kept = lines_of(data, "--rollout", "1-0", "--keep-incomplete-when-attributed")
     assert kept[2] == "verdict   trains"
 
@@ -401,8 +402,9 @@ def test_looking_makes_no_lock_and_no_directory(tmp_path):
     found = summarize_rollouts(records, captures=[tmp_path / "captures"])
     assert [each.reason for each in found] == ["", "no_records"]
     assert hashes(tmp_path / "captures") == before
-    found = summarize_rollouts(records, captures=[tmp_path / "none"])
-    assert [each.reason for each in found] == ["no_records", "no_records"]
+    with pytest.raises(NotADirectoryError, match="none"):
+        summarize_rollouts(records, captures=[tmp_path / "none"])
+    assert peek_capture("0-0", tmp_path / "none").entries == ()
     assert not (tmp_path / "none").exists()
 
 
