@@ -58,7 +58,11 @@ def job_of(
 
 
 def run_jobs(
-    jobs: Iterable[tuple[Any, CaptureJob | None]], captures: Captures | None, *, workers: int = 1
+    jobs: Iterable[tuple[Any, CaptureJob | None]],
+    captures: Captures | None,
+    *,
+    workers: int = 1,
+    freeze: bool = True,
 ) -> Iterator[tuple[Any, RolloutBuild | None]]:
     """Build each job, and hand back what came with it beside the result.
 
@@ -66,6 +70,7 @@ def run_jobs(
       jobs: (anything, job) pairs; a job of None builds nothing.
       captures: a capture directory, several, or a `TokenSource`; None builds nothing.
       workers: processes that build, for directories.
+      freeze: False leaves directories as they are; a `TokenSource` can only freeze.
 
     Yields:
       (what came with the job, its build), in order. A build never raises; it is masked instead.
@@ -84,26 +89,29 @@ def run_jobs(
             if not directory.is_dir():
                 raise NotADirectoryError(f"{directory}: no such directory of captures")
         if workers > 1:
-            yield from _share_builds(jobs, directories, workers)
+            yield from _share_builds(jobs, directories, workers, freeze)
         else:
             for carried, job in jobs:
-                yield carried, _build(job, directories)
+                yield carried, _build(job, directories, freeze)
 
 
-def _build(job: CaptureJob | None, directories: list[Path]) -> RolloutBuild | None:
+def _build(job: CaptureJob | None, directories: list[Path], freeze: bool) -> RolloutBuild | None:
     if job is None:
         return None
-    return build_from_directories(job.rollout_id, directories, **job.options)
+    return build_from_directories(job.rollout_id, directories, freeze=freeze, **job.options)
 
 
 def _build_chunk(
-    jobs: list[CaptureJob | None], directories: list[Path]
+    jobs: list[CaptureJob | None], directories: list[Path], freeze: bool
 ) -> list[RolloutBuild | None]:
-    return [_build(job, directories) for job in jobs]
+    return [_build(job, directories, freeze) for job in jobs]
 
 
 def _share_builds(
-    jobs: Iterable[tuple[Any, CaptureJob | None]], directories: list[Path], workers: int
+    jobs: Iterable[tuple[Any, CaptureJob | None]],
+    directories: list[Path],
+    workers: int,
+    freeze: bool,
 ) -> Iterator[tuple[Any, RolloutBuild | None]]:
     """Hand chunks to worker processes, a few ahead of what is asked for."""
     # A fresh interpreter: a fork would take over JAX's threads in an unknown state.
@@ -111,7 +119,7 @@ def _share_builds(
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
 
         def submit(chunk: list[tuple[Any, CaptureJob | None]]) -> Future[Any]:
-            return pool.submit(_build_chunk, [job for _, job in chunk], directories)
+            return pool.submit(_build_chunk, [job for _, job in chunk], directories, freeze)
 
         yield from _in_order(jobs, submit, ahead=2 * workers)
 

@@ -1,4 +1,4 @@
-"""The command line: rollouts to training rows, and the proof of parity on one's own data.
+"""The command line: rollouts to training rows, the proof of parity, a look at each rollout.
 
 Nothing heavy is imported before a command runs.
 """
@@ -6,9 +6,11 @@ Nothing heavy is imported before a command runs.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -17,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from evsys_jax.collect import CollectReport
+    from evsys_jax.collect import CollectReport, RolloutVerdict
+    from evsys_jax.inspection import RolloutSummary
     from evsys_jax.ragged import RaggedRows
     from evsys_jax.rollouts import TrajectoryGroup
 
@@ -144,6 +147,98 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+def inspect(
+    rollouts: Rollouts,
+    captures: CapturesOption = None,
+    rollout: Annotated[
+        str | None, typer.Option("--rollout", help="Show this rollout whole; by its id.")
+    ] = None,
+    masked: Annotated[
+        bool, typer.Option("--masked", help="List the rollouts that don't train.")
+    ] = False,
+    group: Annotated[
+        int | None, typer.Option("--group", min=0, help="List the group with this index.")
+    ] = None,
+    reason: Annotated[
+        str | None, typer.Option("--reason", help="List the rollouts masked for this reason.")
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="With --rollout: print ids, and logprobs if sampled.")
+    ] = False,
+    workers: Workers = 1,
+    keep_incomplete: KeepIncomplete = False,
+    as_json: AsJson = False,
+) -> None:
+    """List what became of every rollout, or show one whole: calls, chain, tokens.
+
+    Captures are read and never changed, so that a rollout still being written goes on.
+
+    Exit code 0: fine. 2: bad usage, unreadable input or no such rollout.
+    """
+    if rollout is None and tokens:
+        _fail("--tokens goes with --rollout")
+    if rollout is not None and (masked or group is not None or reason is not None):
+        _fail("--masked, --group and --reason choose from the list; --rollout shows one rollout")
+    from evsys_jax import inspection, inspection_view
+
+    _check_directories(captures)
+    reading: dict[str, Any] = {
+        "captures": captures or None,
+        "mask_incomplete_when_attributed": not keep_incomplete,
+    }
+    value: Any
+    if rollout is None:
+        with _opening(rollouts), _progress("reading", "rollouts") as advance:
+            summaries = inspection.summarize_rollouts(
+                rollouts, workers=workers, on_record=advance, **reading
+            )
+        _check_readable(rollouts, summaries)
+        chosen = inspection.select_rollouts(summaries, masked=masked, group=group, reason=reason)
+        value = [inspection_view.summary_values(each) for each in chosen] if as_json else None
+        lines = inspection_view.list_lines(chosen, colors=_wants_colors())
+    else:
+        with _opening(rollouts):
+            picture = inspection.inspect_rollout(rollouts, rollout, **reading)
+        if picture is None:
+            _fail(f"{rollouts}: no rollout {rollout!r} in it")
+        value = inspection_view.picture_values(picture, tokens=tokens) if as_json else None
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        lines = inspection_view.picture_lines(
+            picture, tokens=tokens, colors=_wants_colors(), width=width
+        )
+    for line in [json.dumps(value)] if as_json else lines:
+        print(line)
+
+
+@contextmanager
+def _opening(rollouts: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _fail(f"{rollouts}: {error.strerror or error}")
+
+
+def _wants_colors() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _check_directories(captures: list[Path] | None) -> None:
+    for directory in captures or ():
+        if not directory.is_dir():
+            _fail(f"{directory}: no such directory of captures")
+
+
+def _check_readable(
+    rollouts: Path, found: Sequence[RolloutVerdict] | Sequence[RolloutSummary]
+) -> None:
+    if not found:
+        _fail(f"{rollouts}: no rollout record in it")
+    if all(each.reason == "unreadable_record" for each in found):
+        first = found[0]
+        _fail(f"{rollouts}: no rollout record in it; line {first.record}: {first.detail}")
+
+
 def _collect(
     rollouts: Path,
     captures: list[Path] | None,
@@ -154,10 +249,8 @@ def _collect(
     """Read the records, or end with one line and exit code 2."""
     from evsys_jax.collect import collect
 
-    for directory in captures or ():
-        if not directory.is_dir():
-            _fail(f"{directory}: no such directory of captures")
-    try:
+    _check_directories(captures)
+    with _opening(rollouts):
         groups, report = collect(
             rollouts,
             captures=captures or None,
@@ -165,13 +258,7 @@ def _collect(
             mask_incomplete_when_attributed=not keep_incomplete,
             on_record=advance,
         )
-    except OSError as error:
-        _fail(f"{rollouts}: {error.strerror or error}")
-    if not report.verdicts:
-        _fail(f"{rollouts}: no rollout record in it")
-    if all(verdict.reason == "unreadable_record" for verdict in report.verdicts):
-        first = report.verdicts[0]
-        _fail(f"{rollouts}: no rollout record in it; line {first.record}: {first.detail}")
+    _check_readable(rollouts, report.verdicts)
     return groups, report
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -22,12 +22,11 @@ from evsys_jax.account import TokenAccount
 from evsys_jax.capture.build import RolloutBuild
 from evsys_jax.capture.config import rollout_id_of
 from evsys_jax.capture_jobs import CaptureJob, Captures, job_of, run_jobs
-from evsys_jax.flat import logprob_array, token_array
+from evsys_jax.inline import MaskedError, carries_tokens, generated_items, inline_turns
 from evsys_jax.ragged import RaggedRows
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 
 _OFF_CHAIN = ("empty_call", "quarantined", "off_chain")
-_TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
 @dataclass
@@ -136,20 +135,14 @@ def collect(
     """
     report = CollectReport()
     groups: dict[int, list[Trajectory]] = {}
-    order: dict[int, int] = {}
-    for reading, build in run_jobs(
-        _read(records, captures is not None, mask_incomplete_when_attributed),
-        captures,
+    for verdict, _, turns, build in judge_rollouts(
+        records,
+        captures=captures,
+        mask_incomplete_when_attributed=mask_incomplete_when_attributed,
         workers=workers,
     ):
-        verdict = reading.verdict
-        turns = _decide(reading, build)
-        verdict.turns = len(turns)
         if verdict.task is not None:
-            members = groups.setdefault(verdict.task, [])
-            verdict.group = order.setdefault(verdict.task, len(order))
-            verdict.trajectory = len(members)
-            members.append(_trajectory(turns, verdict, build))
+            groups.setdefault(verdict.task, []).append(_trajectory(turns, verdict, build))
         report.verdicts.append(verdict)
         _account(report.account, turns, verdict, build)
         if on_record is not None:
@@ -157,28 +150,88 @@ def collect(
     return [TrajectoryGroup(members) for members in groups.values()], report
 
 
+class JudgedRollout(NamedTuple):
+    """One rollout record, and what became of it.
+
+    Args:
+      verdict: whether it trains, and why not.
+      record: as it was read; an exception where the line is no JSON.
+      turns: its turns, as far as they could be made.
+      build: of its captured calls; None where the record carries its tokens, or is no rollout's.
+    """
+
+    verdict: RolloutVerdict
+    record: Any
+    turns: list[Turn]
+    build: RolloutBuild | None
+
+
+def judge_rollouts(
+    records: str | PathLike[str] | Iterable[Mapping[str, Any]],
+    *,
+    captures: Captures | None = None,
+    mask_incomplete_when_attributed: bool = True,
+    workers: int = 1,
+    freeze: bool = True,
+    only: str | None = None,
+) -> Generator[JudgedRollout, None, None]:
+    """Do what `collect` does, one rollout at a time, and keep none of them.
+
+    Args:
+      records: as in `collect`.
+      captures: as in `collect`.
+      mask_incomplete_when_attributed: as in `collect`.
+      workers: as in `collect`.
+      freeze: False reads capture directories as they are, and changes nothing in them.
+      only: a rollout id; the records of others are read and passed over.
+
+    Yields:
+      The rollouts, in the order of their records.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    for reading, build in run_jobs(
+        _read(records, captures is not None, mask_incomplete_when_attributed, only),
+        captures,
+        workers=workers,
+        freeze=freeze,
+    ):
+        turns = _decide(reading, build)
+        reading.verdict.turns = len(turns)
+        yield JudgedRollout(reading.verdict, reading.record, turns, build)
+
+
 class _Reading(NamedTuple):
     """A record whose rollout is known, or what was wrong with it."""
 
     verdict: RolloutVerdict
     record: Any
-    fault: _MaskedError | None
+    fault: MaskedError | None
 
 
 def _read(
     records: str | PathLike[str] | Iterable[Mapping[str, Any]],
     captured: bool,
     mask_incomplete_when_attributed: bool,
+    only: str | None,
 ) -> Iterator[tuple[_Reading, CaptureJob | None]]:
     """Yield each record with the capture build that it needs, if it needs one."""
     seen: set[str] = set()
+    places: dict[int, tuple[int, int]] = {}  # task -> its group, and the next place in it
     for number, record in _numbered(records):
         verdict, fault, job = RolloutVerdict(number), None, None
         try:
             _identify(record, verdict, seen)
-        except _MaskedError as error:
+        except MaskedError as error:
             fault = error
-        if fault is None and captured and not _carries_tokens(record):
+        if verdict.task is not None:
+            group, place = places.get(verdict.task, (len(places), 0))
+            verdict.group, verdict.trajectory = group, place
+            places[verdict.task] = group, place + 1
+        if only is not None and verdict.rollout_id != only:
+            continue
+        if fault is None and captured and not carries_tokens(record):
             job = job_of(
                 record,
                 verdict.rollout_id,
@@ -198,14 +251,14 @@ def _decide(reading: _Reading, build: RolloutBuild | None) -> list[Turn]:
             verdict.tokens = sum(call.generated for call in build.calls)
             turns = _captured_turns(build)
         if record.get("mask_sample"):
-            raise _MaskedError("mask_sample", _capture_error(record))
+            raise MaskedError("mask_sample", _capture_error(record))
         if build is None:
-            turns = _inline_turns(record)
+            turns = inline_turns(record)
         elif not build.trains:
-            raise _MaskedError(build.reason, build.error or _describe(build))
+            raise MaskedError(build.reason, build.error or _describe(build))
         _check_score(record)
         verdict.trains = True
-    except _MaskedError as error:
+    except MaskedError as error:
         verdict.reason, verdict.detail = error.args
     return turns
 
@@ -228,10 +281,6 @@ def _describe(build: RolloutBuild) -> str:
     lost = "a call was announced or marked and is lost" if build.incomplete else ""
     named = [*build.unresolved_retries, *build.unresolved_parent_calls]
     return ", ".join([*filter(None, [lost, build.attribution.reason]), *map(str, named[:8])])
-
-
-class _MaskedError(Exception):
-    """A rollout that must not train: (reason, detail)."""
 
 
 def _numbered(
@@ -262,21 +311,21 @@ def _identify(record: Any, verdict: RolloutVerdict, seen: set[str]) -> None:
     """Fill in whose record this is and what it holds, as far as that can be read."""
     if not isinstance(record, Mapping):
         fault = record if isinstance(record, Exception) else f"a {type(record).__name__}"
-        raise _MaskedError("unreadable_record", f"not a JSON object: {fault}")
-    generations = [item["generation_token_ids"] for item in _generated_items(record)]
+        raise MaskedError("unreadable_record", f"not a JSON object: {fault}")
+    generations = [item["generation_token_ids"] for item in generated_items(record)]
     verdict.tokens = sum(len(tokens) for tokens in generations if hasattr(tokens, "__len__"))
     verdict.reward = _finite(record.get("reward"))
     try:
         verdict.task = _index(record, "_ng_task_index")
         verdict.rollout_id = rollout_id_of(record) or ""
     except ValueError as error:
-        raise _MaskedError("bad_rollout_id", str(error)) from error
+        raise MaskedError("bad_rollout_id", str(error)) from error
     if verdict.task is None:
-        raise _MaskedError("no_task_index", "_ng_task_index is missing")
+        raise MaskedError("no_task_index", "_ng_task_index is missing")
     if not verdict.rollout_id:
-        raise _MaskedError("bad_rollout_id", "_ng_rollout_id and _ng_rollout_index are missing")
+        raise MaskedError("bad_rollout_id", "_ng_rollout_id and _ng_rollout_index are missing")
     if verdict.rollout_id in seen:
-        raise _MaskedError("duplicate_rollout_id", f"{verdict.rollout_id} came before")
+        raise MaskedError("duplicate_rollout_id", f"{verdict.rollout_id} came before")
     seen.add(verdict.rollout_id)
 
 
@@ -289,9 +338,9 @@ def _capture_error(record: Mapping[str, Any]) -> str:
 def _check_score(record: Mapping[str, Any]) -> None:
     """Raise unless the record has a reward that can be compared."""
     if record.get("reward") is None:
-        raise _MaskedError("unscored", "reward is missing")
+        raise MaskedError("unscored", "reward is missing")
     if _finite(record["reward"]) is None:
-        raise _MaskedError("bad_reward", f"reward {record['reward']!r} is not a finite number")
+        raise MaskedError("bad_reward", f"reward {record['reward']!r} is not a finite number")
 
 
 def _index(record: Mapping[str, Any], key: str) -> int | None:
@@ -306,77 +355,6 @@ def _finite(reward: Any) -> float | None:
         return reference.check_reward(reward, "")
     except ValueError:
         return None
-
-
-def _generated_items(record: Mapping[str, Any]) -> list[Any]:
-    """Return the items of the response that carry generated tokens, as they are."""
-    response = record.get("response")
-    output = response.get("output") if isinstance(response, Mapping) else None
-    items = output if isinstance(output, list) else []
-    return [
-        item
-        for item in items
-        if isinstance(item, Mapping) and item.get("generation_token_ids") is not None
-    ]
-
-
-def _carries_tokens(record: Mapping[str, Any]) -> bool:
-    """Tell whether some item of the response holds generated tokens."""
-    generations = [item["generation_token_ids"] for item in _generated_items(record)]
-    return any(hasattr(tokens, "__len__") and len(tokens) > 0 for tokens in generations)
-
-
-def _inline_turns(record: Mapping[str, Any]) -> list[Turn]:
-    """Chain the generated items of a record and cut the chain into turns, as views."""
-    items = _generated_items(record)
-    chain: list[Any] = []
-    logprobs: list[Any] = []
-    spans = []
-    for k, item in enumerate(items):
-        prompt, generation, scores = (_list_of(item, key, k) for key in _TOKEN_KEYS)
-        if len(scores) != len(generation):
-            counts = (
-                f"{len(generation)} generation_token_ids but {len(scores)} generation_log_probs"
-            )
-            raise _MaskedError("logprob_mismatch", f"item {k}: {counts}")
-        if prompt[: len(chain)] != chain:
-            raise _MaskedError(
-                "broken_prefix", f"item {k}: the prompt does not begin with what came before"
-            )
-        spans.append((len(prompt), len(prompt) + len(generation)))
-        logprobs += [0.0] * (len(prompt) - len(chain)) + scores
-        chain = prompt + generation
-    if not any(end > start for start, end in spans):
-        raise _MaskedError("no_generation", "no item with generated tokens")
-    try:
-        tokens = token_array(chain)
-        scored = logprob_array(logprobs)
-    except ValueError as error:
-        raise _MaskedError("bad_tokens", _first_bad(items) or str(error)) from error
-    return [Turn(tokens[:start], tokens[start:end], scored[start:end]) for start, end in spans]
-
-
-def _list_of(item: Mapping[str, Any], key: str, k: int) -> list[Any]:
-    """Return a token field as a list."""
-    values = item.get(key)
-    if (
-        values is None
-        or isinstance(values, str | bytes | Mapping)
-        or not hasattr(values, "__len__")
-    ):
-        raise _MaskedError("bad_item", f"item {k}: {key} is missing or no list")
-    return values if isinstance(values, list) else reference.as_list(values)
-
-
-def _first_bad(items: list[Any]) -> str:
-    """Name the first value of the items that is no token id or no logprob."""
-    for k, item in enumerate(items):
-        prompt, generation, scores = (_list_of(item, key, k) for key in _TOKEN_KEYS)
-        try:
-            reference.check_turn(Turn(prompt, generation), scores, f"item {k}")
-        except ValueError as error:
-            return str(error)
-    return ""
 
 
 def _trajectory(

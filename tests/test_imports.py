@@ -28,6 +28,7 @@ def loaded_after(statement: str) -> set[str]:
         "from evsys_jax import Turn, Trajectory, TrajectoryGroup, collect, ragged_rows",
         "import evsys_jax.cli",
         "import evsys_jax.reference, evsys_jax.datums, evsys_jax.data_processing",
+        "import evsys_jax.inspection, evsys_jax.inspection_view",
     ],
 )
 def test_these_load_nothing_heavy(statement):

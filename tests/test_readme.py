@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from evsys_jax.cli import app
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -17,6 +22,21 @@ def test_the_example_runs_and_prints_what_it_says(capsys):
     promised = re.findall(r"^print\(.*\)  # (.*?)(?::|$)", code, re.MULTILINE)
     assert capsys.readouterr().out.splitlines() == promised
     assert len(promised) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    re.findall(r"^\$ evsys-jax (inspect .*)\n((?:.*\n)*?)(?=\$ |```)", README, re.M),
+)
+def test_inspect_prints_what_it_says(arguments, shown, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    missing = [word for word in arguments.split() if "/" in word and not Path(word).exists()]
+    if missing:
+        pytest.skip(f"without {missing[0]}")
+    result = CliRunner().invoke(app, arguments.split())
+    # Frozen is what a build leaves behind, and none need have run here.
+    output = result.stdout.replace("open, calls may still come", "frozen")
+    assert output.strip() == shown.strip()
 
 
 def test_the_setup_lines():

@@ -31,6 +31,28 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
             os.close(descriptor)
 
 
+@contextmanager
+def read_locked(path: Path) -> Iterator[None]:
+    """Share the lock of one rollout, if it has one; make none.
+
+    Args:
+      path: the lock file, left as it is.
+    """
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # no writer has come yet
+            yield
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if _is_same_file(descriptor, path):
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
 def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         named = os.stat(path)

@@ -15,7 +15,9 @@ from evsys_jax.capture.torn import is_torn
 logger = logging.getLogger(__name__)
 
 
-def sync_index(state: RolloutState, path: Path) -> tuple[bool, list[TokenEntry] | None]:
+def sync_index(
+    state: RolloutState, path: Path, *, write: bool = True
+) -> tuple[bool, list[TokenEntry] | None]:
     """Bring the index up to date with the record file.
 
     A torn end is cut off the file, with a warning in the log. The state is changed but not
@@ -24,6 +26,8 @@ def sync_index(state: RolloutState, path: Path) -> tuple[bool, list[TokenEntry] 
     Args:
       state: the state; the caller holds the rollout's lock.
       path: the record file, which may be absent.
+      write: False leaves the files as they are: a torn end is only left out, with a warning, and
+        a conflict only raised.
 
     Returns:
       Whether the state has changed, and all records if they had to be read anyway.
@@ -55,12 +59,14 @@ def sync_index(state: RolloutState, path: Path) -> tuple[bool, list[TokenEntry] 
                 _raise_numbered(reader, path, offset, span)
                 raise
             size = offset + span[0]
-            truncate_durably(path, size)
-            logger.warning("%s: a torn record was cut off at byte %d", path, size)
+            if write:
+                truncate_durably(path, size)
+            done = "was cut off" if write else "is left out"
+            logger.warning("%s: a torn record %s at byte %d", path, done, size)
             break
         digest = hashlib.sha256(line).hexdigest()
         if digests.setdefault(entry.model_call_id, digest) != digest:
-            raise mark_conflict(state, entry.model_call_id)
+            raise mark_conflict(state, entry.model_call_id, write=write)
         entries.append(entry)
     if not state.is_old:
         state.advance(len(entries))
@@ -68,10 +74,11 @@ def sync_index(state: RolloutState, path: Path) -> tuple[bool, list[TokenEntry] 
     return True, None if offset else entries
 
 
-def mark_conflict(state: RolloutState, call_id: str) -> ValueError:
-    """Mark the rollout incomplete on the disk, and give the error; the index stays."""
+def mark_conflict(state: RolloutState, call_id: str, *, write: bool = True) -> ValueError:
+    """Mark the rollout incomplete, on the disk if `write`, and give the error; the index stays."""
     state.mark()
-    state.write()
+    if write:
+        state.write()
     return ValueError(
         f"rollout {state.rollout_id!r}: call {call_id!r} is stored with another content"
     )

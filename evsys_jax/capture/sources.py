@@ -14,6 +14,7 @@ from typing import Any
 
 from evsys_jax.capture.build import RolloutBuild, build_rollout, describe_error, fail_build
 from evsys_jax.capture.builder import PREFIX_MERGING
+from evsys_jax.capture.peek import peek_capture
 from evsys_jax.capture.protocols import TokenCaptureSnapshot, TokenSource
 from evsys_jax.capture.store import TokenCaptureStore, validate_rollout_id
 
@@ -28,6 +29,7 @@ def build_from_directories(
     *,
     builder: str = PREFIX_MERGING,
     model: str = "",
+    freeze: bool = True,
     **keywords: Any,
 ) -> RolloutBuild:
     """Freeze a rollout's capture and build it.
@@ -37,6 +39,7 @@ def build_from_directories(
       token_capture_dirs: one directory or more, see `find_directory`.
       builder: `prefix_merging`.
       model: the model's name, handed through.
+      freeze: False builds what a freeze would give now, and changes nothing in any directory.
       **keywords: as in `build_rollout`.
 
     Returns:
@@ -46,7 +49,10 @@ def build_from_directories(
     try:
         directory = find_directory(rollout_id, token_capture_dirs)
         reason = "capture_unreadable"
-        snapshot = TokenCaptureStore(directory).freeze_now(rollout_id)
+        if freeze:
+            snapshot = TokenCaptureStore(directory).freeze_now(rollout_id)
+        else:
+            snapshot = peek_capture(rollout_id, directory)
     except Exception as error:
         return fail_build(rollout_id, reason, describe_error(error), builder, model)
     return _build(rollout_id, snapshot, builder, model, keywords)

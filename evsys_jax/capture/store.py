@@ -165,7 +165,7 @@ class TokenCaptureStore:
         if not isinstance(model_call_id, str):
             raise ValueError(f"rollout {rollout_id!r}: call id {model_call_id!r} is no text")
         line = model_call_id.encode("utf-8")
-        if _split_intents(line) != [line]:
+        if split_intents(line) != [line]:
             raise ValueError(f"rollout {rollout_id!r}: call id {model_call_id!r} fits no line")
         with self._locked_state(rollout_id) as state:
             state.refuse_closed()
@@ -253,7 +253,7 @@ class TokenCaptureStore:
             return True
         path = self.intents_path_for(state.rollout_id)
         try:
-            lines = _split_intents(path.read_bytes())
+            lines = split_intents(path.read_bytes())
         except FileNotFoundError:
             return False
         recorded = {entry.model_call_id for entry in entries}
@@ -352,7 +352,8 @@ class TokenCaptureStore:
         """Do nothing: the store holds nothing open."""
 
 
-def _split_intents(data: bytes) -> list[bytes]:
+def split_intents(data: bytes) -> list[bytes]:
+    """Split a file of announced call ids into the ids, as bytes; blank lines are none."""
     return [line for line in map(bytes.strip, _INTENT_END.split(data)) if line]
 
 

@@ -1,0 +1,105 @@
+"""The tokens that a rollout record carries itself: the generated items of its response as turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from evsys_jax import reference
+from evsys_jax.flat import logprob_array, token_array
+from evsys_jax.rollouts import Turn
+
+_TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+class MaskedError(Exception):
+    """A rollout that must not train.
+
+    Args:
+      reason: a short, stable word.
+      detail: the particulars, for people.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+
+
+def generated_items(record: Mapping[str, Any]) -> list[Any]:
+    """Return the items of a record's response that have generated tokens, as they are."""
+    response = record.get("response")
+    output = response.get("output") if isinstance(response, Mapping) else None
+    items = output if isinstance(output, list) else []
+    return [
+        item
+        for item in items
+        if isinstance(item, Mapping) and item.get("generation_token_ids") is not None
+    ]
+
+
+def carries_tokens(record: Mapping[str, Any]) -> bool:
+    """Tell whether some item of the response holds generated tokens."""
+    generations = [item["generation_token_ids"] for item in generated_items(record)]
+    return any(hasattr(tokens, "__len__") and len(tokens) > 0 for tokens in generations)
+
+
+def inline_turns(record: Mapping[str, Any]) -> list[Turn]:
+    """Chain the generated items of a record and cut the chain into turns.
+
+    Args:
+      record: a rollout record.
+
+    Returns:
+      One turn per generated item, whose arrays are views into one array.
+
+    Raises:
+      MaskedError: an item is malformed, or its prompt does not extend what came before.
+    """
+    items = generated_items(record)
+    chain: list[Any] = []
+    logprobs: list[Any] = []
+    spans = []
+    for k, item in enumerate(items):
+        prompt, generation, scores = (_list_of(item, key, k) for key in _TOKEN_KEYS)
+        if len(scores) != len(generation):
+            counts = (
+                f"{len(generation)} generation_token_ids but {len(scores)} generation_log_probs"
+            )
+            raise MaskedError("logprob_mismatch", f"item {k}: {counts}")
+        if prompt[: len(chain)] != chain:
+            raise MaskedError(
+                "broken_prefix", f"item {k}: the prompt does not begin with what came before"
+            )
+        spans.append((len(prompt), len(prompt) + len(generation)))
+        logprobs += [0.0] * (len(prompt) - len(chain)) + scores
+        chain = prompt + generation
+    if not any(end > start for start, end in spans):
+        raise MaskedError("no_generation", "no item with generated tokens")
+    try:
+        tokens = token_array(chain)
+        scored = logprob_array(logprobs)
+    except ValueError as error:
+        raise MaskedError("bad_tokens", _first_bad(items) or str(error)) from error
+    return [Turn(tokens[:start], tokens[start:end], scored[start:end]) for start, end in spans]
+
+
+def _list_of(item: Mapping[str, Any], key: str, k: int) -> list[Any]:
+    """Return a token field as a list."""
+    values = item.get(key)
+    if (
+        values is None
+        or isinstance(values, str | bytes | Mapping)
+        or not hasattr(values, "__len__")
+    ):
+        raise MaskedError("bad_item", f"item {k}: {key} is missing or no list")
+    return values if isinstance(values, list) else reference.as_list(values)
+
+
+def _first_bad(items: list[Any]) -> str:
+    """Name the first value of the items that is no token id or no logprob."""
+    for k, item in enumerate(items):
+        prompt, generation, scores = (_list_of(item, key, k) for key in _TOKEN_KEYS)
+        try:
+            reference.check_turn(Turn(prompt, generation), scores, f"item {k}")
+        except ValueError as error:
+            return str(error)
+    return ""
