@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from evsys_jax.capture.records import TokenEntry
+from evsys_jax.capture.stamps import Stamps
 from evsys_jax.capture.tokentree import START, Ids, Mark, TokenTree, as_ids
 
 
@@ -68,12 +69,14 @@ class Placement:
 
     Args:
       tree: every sequence.
+      stamps: their digests.
       calls: the calls in record order, empty ones included, broken ones not.
       broken: records of the deltas that cannot be rebuilt, in record order.
       conflicts: the call id of every copy that disagrees with the first one.
     """
 
     tree: TokenTree
+    stamps: Stamps
     calls: list[Call]
     broken: list[TokenEntry]
     conflicts: list[str]
@@ -112,11 +115,12 @@ def place_calls(entries: Iterable[TokenEntry]) -> Placement:
         _place(entry, first, tree, marks)
 
     contested = frozenset(conflicts)
-    placement = Placement(tree, [], [], conflicts)
+    stamps = Stamps(tree)
+    placement = Placement(tree, stamps, [], [], conflicts)
     for call_id, entry in first.items():
         placed = marks[call_id]
         if placed is None or (
-            entry.prompt_is_delta and entry.digest and entry.digest != tree.digest(placed[1])
+            entry.prompt_is_delta and entry.digest and entry.digest != stamps.digest(placed[1])
         ):
             placement.broken.append(entry)
         else:

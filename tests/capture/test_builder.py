@@ -12,6 +12,7 @@ from reference_builder import build_by_reference
 from evsys_jax.capture.build import build_rollout
 from evsys_jax.capture.builder import BuildOutput, iter_chain_entries, prefix_merging, run_builder
 from evsys_jax.capture.records import TokenEntry, compute_digest
+from evsys_jax.capture.stamps import Stamps
 from evsys_jax.capture.tokentree import START, MarkIndex, TokenTree
 
 
@@ -153,6 +154,7 @@ def test_every_generated_token_is_somewhere(entries: list[TokenEntry]) -> None:
 @given(st.lists(st.lists(st.integers(1, 2), max_size=9), min_size=1, max_size=9), st.data())
 def test_the_token_tree_answers_like_lists(sequences: list[list[int]], data: st.DataObject) -> None:
     tree = TokenTree()
+    growing = Stamps(tree)
     index: MarkIndex[int] = MarkIndex(tree)
     marks = []
     for number, sequence in enumerate(sequences):
@@ -160,9 +162,12 @@ def test_the_token_tree_answers_like_lists(sequences: list[list[int]], data: st.
         mark = tree.extend(START, np.array(sequence[:cut], np.int32))
         marks.append(tree.extend(mark, np.array(sequence[cut:], np.int32)))
         index.add(marks[-1], number)
+        if data.draw(st.booleans()):
+            assert growing.digest(marks[-1]) == compute_digest(sequence)
+    stamps = Stamps(tree)
     for mark, sequence in zip(marks, sequences, strict=True):
         assert tree.tokens(mark).tolist() == sequence
-        assert tree.digest(mark) == compute_digest(sequence)
+        assert growing.digest(mark) == stamps.digest(mark) == compute_digest(sequence)
         prefixes = [each for each in sequences if sequence[: len(each)] == each]
         for other, beginning in zip(marks, sequences, strict=True):
             assert tree.begins_with(mark, other) == (beginning in prefixes)
