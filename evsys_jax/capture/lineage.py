@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,6 +116,7 @@ def place_calls(entries: Iterable[TokenEntry]) -> Placement:
 
     contested = frozenset(conflicts)
     stamps = Stamps(tree)
+    stamps.hash_ahead(_stamped_marks(first, marks))
     placement = Placement(tree, stamps, [], [], conflicts)
     for call_id, entry in first.items():
         placed = marks[call_id]
@@ -126,6 +127,17 @@ def place_calls(entries: Iterable[TokenEntry]) -> Placement:
         else:
             placement.calls.append(Call(entry, *placed, contested=call_id in contested))
     return placement
+
+
+def _stamped_marks(
+    first: dict[str, TokenEntry], marks: dict[str, tuple[Mark, Mark] | None]
+) -> Iterator[Mark]:
+    """The sequences whose stamped digest will be checked: of deltas and of parents."""
+    parents = {entry.parent_call_id for entry in first.values()}
+    for call_id, entry in first.items():
+        placed = marks[call_id]
+        if placed is not None and entry.digest and (entry.prompt_is_delta or call_id in parents):
+            yield placed[1]
 
 
 def _place(

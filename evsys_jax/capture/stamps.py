@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from threading import Thread
 from typing import Any
 
 from numpy.typing import NDArray
 
 from evsys_jax.capture.digests import WORD, digest_words
 from evsys_jax.capture.tokentree import Mark, TokenTree
+
+# Bytes to hash, from which on a thread is worth its start: about half a millisecond.
+_WORTH_A_THREAD = 1 << 20
+
+Words = NDArray[Any]
 
 
 class Stamps:
@@ -22,21 +30,50 @@ class Stamps:
 
     def __init__(self, tree: TokenTree) -> None:
         self._tree = tree
-        self._words: dict[int, NDArray[Any]] = {}
+        self._words: dict[int, Words] = {}
         self._known: dict[Mark, str] = {}
+        self._waiting: dict[Mark, list[Words]] = {}
+
+    def hash_ahead(self, marks: Iterable[Mark]) -> None:
+        """Let a second thread begin with digests that will be asked for, the longest first.
+
+        Whoever asks waits for nothing: a digest that is not there yet is computed at once, and
+        the other thread does not take it any more. Hashing holds no lock of the interpreter.
+
+        Args:
+          marks: what will be asked for, in about increasing length.
+        """
+        self._waiting = {
+            mark: self._pieces(mark) for mark in sorted(set(marks), key=lambda mark: mark[1])
+        }
+        size = WORD.itemsize * sum(length for _, length in self._waiting)
+        if size >= _WORTH_A_THREAD and (os.cpu_count() or 1) > 1:
+            arguments = (self._waiting, self._known)
+            Thread(target=_hash_from_the_end, args=arguments, daemon=True).start()
 
     def digest(self, mark: Mark) -> str:
         """Give the digest of the sequence at a mark."""
         found = self._known.get(mark)
         if found is None:
-            found = self._known[mark] = digest_words(self._pieces(mark))
+            # To be taken by one thread only; where both come at once, both get the same.
+            pieces = self._waiting.pop(mark, None) or self._pieces(mark)
+            found = self._known[mark] = digest_words(pieces)
         return found
 
-    def _pieces(self, mark: Mark) -> list[NDArray[Any]]:
+    def _pieces(self, mark: Mark) -> list[Words]:
         return [self._strand_words(index, end)[:end] for index, end in self._tree.pieces(mark)]
 
-    def _strand_words(self, index: int, end: int) -> NDArray[Any]:
+    def _strand_words(self, index: int, end: int) -> Words:
         words = self._words.get(index)
         if words is None or len(words) < end:
             words = self._words[index] = self._tree.strand(index).astype(WORD)
         return words
+
+
+def _hash_from_the_end(waiting: dict[Mark, list[Words]], known: dict[Mark, str]) -> None:
+    while waiting:
+        try:
+            mark, pieces = waiting.popitem()
+        except KeyError:  # the other thread was faster
+            return
+        known[mark] = digest_words(pieces)
