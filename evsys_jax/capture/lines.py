@@ -26,8 +26,9 @@ _ARRAYS = (
 )
 _NAMES = ("generation_log_probs", "generation_token_ids", "prompt_token_ids")
 _OPEN, _CLOSE = b"{}"
-# Bytes of numbers that are read at once: enough to forget the cost of a call, and in the cache.
-_BATCH = 1 << 18
+# Bytes of numbers that are read at once: enough to forget what a call costs, and some megabytes
+# of arrays on the way.
+_BATCH = 1 << 19
 
 Span = tuple[int, int, int]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from numpy.typing import NDArray
@@ -12,8 +14,8 @@ from numpy.typing import NDArray
 from evsys_jax.capture.digests import WORD, digest_words
 from evsys_jax.capture.tokentree import Mark, TokenTree
 
-# Bytes to hash, from which on a thread is worth its start: about half a millisecond.
-_WORTH_A_THREAD = 1 << 20
+# Bytes to hash, from which on it pays to wake another thread: about a quarter of a millisecond.
+_WORTH_A_THREAD = 1 << 19
 
 Words = NDArray[Any]
 
@@ -47,9 +49,10 @@ class Stamps:
             mark: self._pieces(mark) for mark in sorted(set(marks), key=lambda mark: mark[1])
         }
         size = WORD.itemsize * sum(length for _, length in self._waiting)
-        if size >= _WORTH_A_THREAD and (os.cpu_count() or 1) > 1:
-            arguments = (self._waiting, self._known)
-            Thread(target=_hash_from_the_end, args=arguments, daemon=True).start()
+        helper = _helper() if size >= _WORTH_A_THREAD else None
+        if helper is not None:
+            with suppress(RuntimeError):  # an interpreter that shuts down takes no more work
+                helper.submit(_hash_from_the_end, self._waiting, self._known)
 
     def digest(self, mark: Mark) -> str:
         """Give the digest of the sequence at a mark."""
@@ -68,6 +71,16 @@ class Stamps:
         if words is None or len(words) < end:
             words = self._words[index] = self._tree.strand(index).astype(WORD)
         return words
+
+
+@functools.cache
+def _helper() -> ThreadPoolExecutor | None:
+    """The process's second thread, which lives on because a thread's start is dear."""
+    if (os.cpu_count() or 1) < 2:
+        return None
+    # A forked child has the pool without its thread; what it hands in would pile up.
+    os.register_at_fork(after_in_child=_helper.cache_clear)
+    return ThreadPoolExecutor(1, thread_name_prefix="evsys-digests")
 
 
 def _hash_from_the_end(waiting: dict[Mark, list[Words]], known: dict[Mark, str]) -> None:

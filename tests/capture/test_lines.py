@@ -240,7 +240,7 @@ EDITS = (
 @given(
     st.integers(0, 10**6),
     st.lists(st.tuples(st.integers(0, 11), st.sampled_from(EDITS)), max_size=3),
-    st.sampled_from([1, 100, 1000, 1 << 18]),
+    st.sampled_from([1, 100, 1000, 1 << 19]),
 )
 @settings(max_examples=200, deadline=None)
 def test_batches_read_what_single_lines_give(
