@@ -6,29 +6,47 @@ For 8 and 40 turns per rollout, whole prompts and deltas, on the same files in t
     trajectories_for_rollout   freeze, verify, one dictionary of lists per rollout
     build_rollout              freeze, verify, arrays (by `build_from_directories`)
 
-    python benchmarks/capture.py [--repeats 9]
+    python benchmarks/capture.py [--repeats 9] [--stages]
 
 The captures are frozen before the clock starts, so the directory is only read. Repeats are
-interleaved; medians and minima are printed, and the ratio of each to `orjson.loads`.
+interleaved; medians and minima are printed, and the ratio of each to `orjson.loads`. With
+`--stages` further rows say where the time of `build_rollout` goes, each timed by itself:
+
+    first freeze               freeze a rollout that is not frozen yet: the state is written
+    freeze                     freeze it again: locate, lock, state, and the records
+    records of the bytes       only what turns the bytes of the file into records
+    build of the records       attribute, link, check, project, with all digests
+    digests                    only SHA-256 of every stamped sequence that is checked, one thread
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 import evsys_jax
-from evsys_jax.capture import TokenCaptureStore, TokenEntry, stamp_lineage, trajectories_for_rollout
+from evsys_jax.capture import (
+    TokenCaptureSnapshot,
+    TokenCaptureStore,
+    TokenEntry,
+    build_rollout,
+    encode_token_ids,
+    stamp_lineage,
+    trajectories_for_rollout,
+)
+from evsys_jax.capture.lines import read_records
 from evsys_jax.capture.sources import build_from_directories
 
 VOCABULARY = 150_000
@@ -40,7 +58,9 @@ def main() -> None:
     """Measure the four kinds of capture and print one table each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=9, help="at least 7")
-    repeats = max(7, parser.parse_args().repeats)
+    parser.add_argument("--stages", action="store_true", help="where the time goes")
+    arguments = parser.parse_args()
+    repeats = max(7, arguments.repeats)
     print(
         f"evsys_jax {evsys_jax.__version__}, python {platform.python_version()}, "
         f"numpy {np.__version__}, orjson {orjson.__version__}, {platform.machine()}, "
@@ -49,11 +69,13 @@ def main() -> None:
     for turns, rollouts in SIZES.items():
         for delta in (False, True):
             with tempfile.TemporaryDirectory() as directory:
-                measure(Path(directory), turns, rollouts, delta, repeats)
+                measure(Path(directory), turns, rollouts, delta, repeats, arguments.stages)
 
 
-def measure(directory: Path, turns: int, rollouts: int, delta: bool, repeats: int) -> None:
-    """Write one kind of capture, time the three readers on it, and print their table."""
+def measure(
+    directory: Path, turns: int, rollouts: int, delta: bool, repeats: int, stages: bool
+) -> None:
+    """Write one kind of capture, time the readers on it, and print their table."""
     random = np.random.default_rng(0)
     store = TokenCaptureStore(directory)
     names = [f"0-{number}" for number in range(rollouts)]
@@ -62,7 +84,8 @@ def measure(directory: Path, turns: int, rollouts: int, delta: bool, repeats: in
         for entry in make_rollout(random, name, turns, delta):
             tokens += len(entry.prompt_token_ids) + len(entry.generation_token_ids)
             store.append(entry)
-        store.freeze_now(name)
+    fresh = {name: store.state_path_for(name).read_bytes() for name in names}
+    snapshots = [store.freeze_now(name) for name in names]
     lines = [line for name in names for line in store.path_for(name).read_bytes().splitlines()]
     size = sum(map(len, lines))
 
@@ -85,7 +108,15 @@ def measure(directory: Path, turns: int, rollouts: int, delta: bool, repeats: in
         "trajectories_for_rollout": make_dictionaries,
         "build_rollout": make_arrays,
     }
-    times = time_interleaved(readers, repeats)
+    if stages:
+        readers |= make_stages(store, snapshots)
+
+    def thaw(name: str) -> None:
+        if name == "first freeze":
+            for rollout_id, state in fresh.items():
+                store.state_path_for(rollout_id).write_bytes(state)
+
+    times = time_interleaved(readers, repeats, thaw)
     kind = "deltas" if delta else "whole prompts"
     print(
         f"\n{turns} turns, {kind}: {rollouts} rollouts, {size / 1e6:.2f} MB, "
@@ -102,11 +133,62 @@ def measure(directory: Path, turns: int, rollouts: int, delta: bool, repeats: in
         )
 
 
-def time_interleaved(readers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def make_stages(
+    store: TokenCaptureStore, snapshots: list[TokenCaptureSnapshot]
+) -> dict[str, Callable[[], Any]]:
+    """The parts of a build, to be timed each by itself."""
+    names = [snapshot.rollout_id for snapshot in snapshots]
+    files = [(store.path_for(name).read_bytes(), name) for name in names]
+    encoded = [
+        b"nemo-gym-tokens" + encode_token_ids(sequence)
+        for snapshot in snapshots
+        for sequence in checked_sequences(snapshot.entries)
+    ]
+
+    def freeze() -> None:
+        for name in names:
+            store.freeze_now(name)
+
+    def read() -> None:
+        for data, name in files:
+            read_records(data, name, name)
+
+    def build() -> None:
+        for snapshot in snapshots:
+            build_rollout(snapshot.rollout_id, snapshot)
+
+    def digest() -> None:
+        for data in encoded:
+            hashlib.sha256(data).hexdigest()
+
+    return {
+        "first freeze": freeze,
+        "freeze": freeze,
+        "records of the bytes": read,
+        "build of the records": build,
+        "digests": digest,
+    }
+
+
+def checked_sequences(entries: Sequence[TokenEntry]) -> list[NDArray[np.int32]]:
+    """The sequences of one chain whose stamped digests a build checks."""
+    sequences: list[NDArray[np.int32]] = []
+    for entry in entries:
+        before = sequences[-1:] if entry.prompt_is_delta else []
+        parts = [*before, entry.prompt_token_ids, entry.generation_token_ids]
+        sequences.append(np.concatenate(parts).astype(np.int32))
+    # The last call is nobody's parent; a delta has its own digest checked.
+    return sequences if entries[-1].prompt_is_delta else sequences[:-1]
+
+
+def time_interleaved(
+    readers: dict[str, Callable[[], Any]], repeats: int, prepare: Callable[[str], None]
+) -> dict[str, list[float]]:
     """Time each reader once per round, after one round to warm up."""
     times: dict[str, list[float]] = {name: [] for name in readers}
     for number in range(repeats + 1):
         for name, reader in readers.items():
+            prepare(name)
             gc.collect()
             start = time.perf_counter()
             reader()

@@ -180,7 +180,7 @@ def prefix_merging(
         )
         return BuildOutput([], [], notes, _report(placement))
 
-    linker = Linker(placement.tree, empties)
+    linker = Linker(placement.tree, placement.stamps, empties)
     for call in calls:
         linker.link(call)
     failures = Counter({_CONFLICT: len(placement.conflicts), _BROKEN: len(broken)})

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DIGEST_VERSION = 1
+WORD = np.dtype(">u8")
 
 _LABEL = b"nemo-gym-tokens"
 
@@ -39,11 +40,17 @@ def compute_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
       ValueError: an id is negative or too large.
       TypeError: an id is no integer, or the ids are no list, tuple or array.
     """
-    words = _as_words(token_ids)
+    return digest_words([_as_words(token_ids)])
+
+
+def digest_words(pieces: Sequence[NDArray[Any]]) -> str:
+    """Do as `compute_digest` for ids that are big-endian words already, in one piece or more."""
     digest = hashlib.sha256(_LABEL)
-    if words.size:
-        digest.update(struct.pack(">BQ", DIGEST_VERSION, words.size))
-        digest.update(words.data)
+    count = sum(map(len, pieces))
+    if count:
+        digest.update(struct.pack(">BQ", DIGEST_VERSION, count))
+        for piece in pieces:
+            digest.update(piece.data)
     return digest.hexdigest()
 
 
@@ -54,14 +61,14 @@ def _as_words(token_ids: Any) -> NDArray[Any]:
         if token_ids.dtype.kind == "i" and token_ids.size and token_ids.min() < 0:
             index = int(np.flatnonzero(token_ids < 0)[0])
             raise ValueError(f"token id [{index}] is outside [0, 2**64): {token_ids[index]}")
-        return token_ids.astype(">u8")
+        return token_ids.astype(WORD)
     if not isinstance(token_ids, list | tuple):
         raise TypeError(f"token ids are no list, tuple or array: {type(token_ids).__name__}")
     for index, item in enumerate(token_ids if set(map(type, token_ids)) - {int} else ()):
         if isinstance(item, bool) or not isinstance(item, int | np.integer):
             raise TypeError(f"token id [{index}] is no integer: {item!r}")
     try:
-        return np.array([int(i) for i in token_ids], dtype=np.uint64).astype(">u8")
+        return np.array([int(i) for i in token_ids], dtype=np.uint64).astype(WORD)
     except OverflowError:
         index = next(i for i, item in enumerate(token_ids) if not 0 <= item < 2**64)
         raise ValueError(f"token id [{index}] is outside [0, 2**64)") from None

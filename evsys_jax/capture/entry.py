@@ -130,6 +130,10 @@ class TokenEntry:
         self._check_rules(call)
 
     def _check_fields(self, call: str | None) -> None:
+        self._check_scalars(call)
+        self._check_nested(call)
+
+    def _check_scalars(self, call: str | None) -> None:
         for name, nullable in _TEXT_FIELDS.items():
             value = getattr(self, name)
             if not (isinstance(value, str) or (nullable and value is None)):
@@ -142,6 +146,8 @@ class TokenEntry:
             if type(getattr(self, name)) is not bool:
                 raise field_error(call, name, f"is no bool: {getattr(self, name)!r}")
         self.created_at = check_float(self.created_at, call, "created_at")
+
+    def _check_nested(self, call: str | None) -> None:
         self.output_items = checked_items(self.output_items, call)
         if self.parent_resolution is not None:
             status = (
@@ -248,20 +254,27 @@ class TokenEntry:
         """Make a record around arrays that were checked already and that nobody changes.
 
         Args:
-          values: the other fields and the extra keys.
+          values: the other fields and the extra keys as orjson reads them, so that no integer
+            is out of range; taken apart.
 
         Raises:
           ValueError: as the constructor, but for the three arrays.
         """
         entry = cls.__new__(cls)
-        for name, default in _DEFAULTS.items():
-            setattr(entry, name, values.pop(name, default))
+        checked = True
+        for name, (default, types) in _DEFAULTS.items():
+            value = values.pop(name, default)
+            checked = checked and (types is None or type(value) in types)
+            setattr(entry, name, value)
         entry.prompt_token_ids = prompt_token_ids
         entry.generation_token_ids = generation_token_ids
         entry.generation_log_probs = generation_log_probs
         entry.extra = values
-        entry._check_fields(entry.model_call_id if isinstance(entry.model_call_id, str) else None)
-        entry._check_rules(entry.model_call_id)
+        call = entry.model_call_id if isinstance(entry.model_call_id, str) else None
+        if not checked:
+            entry._check_scalars(call)
+        entry._check_nested(call)
+        entry._check_rules(call)
         return entry
 
     def to_dict(self) -> dict[str, Any]:
@@ -300,11 +313,6 @@ _ARRAY_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_pro
 _REQUIRED_FIELDS = ("rollout_id", "model_call_id", *_ARRAY_FIELDS)
 RECORD_FIELDS = frozenset(f.name for f in fields(TokenEntry)) - {"extra"}
 _PLAIN_FIELDS = tuple(sorted(RECORD_FIELDS - set(_ARRAY_FIELDS)))
-_DEFAULTS: dict[str, Any] = {
-    f.name: [] if f.name == "output_items" else f.default
-    for f in fields(TokenEntry)
-    if f.name in _PLAIN_FIELDS
-}
 # Name -> whether null is allowed.
 _TEXT_FIELDS = {
     "model_call_id": False,
@@ -325,3 +333,18 @@ _INT_FIELDS = {
     "fingerprint_version": True,
 }
 _BOOL_FIELDS = ("prompt_is_delta", "prefix_requested", "prefix_supplied")
+# The types that need no look at the value; other fields have their own checks.
+_EXACT_TYPES = (
+    {name: {str} | ({type(None)} if nullable else set()) for name, nullable in _TEXT_FIELDS.items()}
+    | {
+        name: {int} | ({type(None)} if nullable else set())
+        for name, nullable in _INT_FIELDS.items()
+    }
+    | {name: {bool} for name in _BOOL_FIELDS}
+    | {"created_at": {float}}
+)
+_DEFAULTS: dict[str, tuple[Any, Any]] = {
+    f.name: ([] if f.name == "output_items" else f.default, _EXACT_TYPES.get(f.name))
+    for f in fields(TokenEntry)
+    if f.name in _PLAIN_FIELDS
+}

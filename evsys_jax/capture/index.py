@@ -50,10 +50,11 @@ def sync_index(
     spans = line_spans(tail)
     digests = dict(state.digests)
     entries: list[TokenEntry] = []
+    records = reader.read_all(tail, spans)
     for index, span in enumerate(spans):
         line = tail[span[1] : span[2]]
         try:
-            entry = reader.read(tail, span)
+            entry = next(records)
         except ValueError:
             if index < len(spans) - 1 or not is_torn(line):
                 _raise_numbered(reader, path, offset, span)

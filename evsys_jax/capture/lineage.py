@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from evsys_jax.capture.records import TokenEntry
+from evsys_jax.capture.stamps import Stamps
 from evsys_jax.capture.tokentree import START, Ids, Mark, TokenTree, as_ids
 
 
@@ -68,12 +69,14 @@ class Placement:
 
     Args:
       tree: every sequence.
+      stamps: their digests.
       calls: the calls in record order, empty ones included, broken ones not.
       broken: records of the deltas that cannot be rebuilt, in record order.
       conflicts: the call id of every copy that disagrees with the first one.
     """
 
     tree: TokenTree
+    stamps: Stamps
     calls: list[Call]
     broken: list[TokenEntry]
     conflicts: list[str]
@@ -112,16 +115,29 @@ def place_calls(entries: Iterable[TokenEntry]) -> Placement:
         _place(entry, first, tree, marks)
 
     contested = frozenset(conflicts)
-    placement = Placement(tree, [], [], conflicts)
+    stamps = Stamps(tree)
+    stamps.hash_ahead(_stamped_marks(first, marks))
+    placement = Placement(tree, stamps, [], [], conflicts)
     for call_id, entry in first.items():
         placed = marks[call_id]
         if placed is None or (
-            entry.prompt_is_delta and entry.digest and entry.digest != tree.digest(placed[1])
+            entry.prompt_is_delta and entry.digest and entry.digest != stamps.digest(placed[1])
         ):
             placement.broken.append(entry)
         else:
             placement.calls.append(Call(entry, *placed, contested=call_id in contested))
     return placement
+
+
+def _stamped_marks(
+    first: dict[str, TokenEntry], marks: dict[str, tuple[Mark, Mark] | None]
+) -> Iterator[Mark]:
+    """The sequences whose stamped digest will be checked: of deltas and of parents."""
+    parents = {entry.parent_call_id for entry in first.values()}
+    for call_id, entry in first.items():
+        placed = marks[call_id]
+        if placed is not None and entry.digest and (entry.prompt_is_delta or call_id in parents):
+            yield placed[1]
 
 
 def _place(

@@ -2,22 +2,20 @@
 
 `TokenEntry.from_json` is the definition. The fast path gives the same records without a Python
 object per token: it takes the three token arrays out of the text, reads the small rest as JSON,
-and reads the arrays straight into numpy. A prompt that begins with the text of an earlier one
-is compared with it byte by byte, and only what is new is read. Whatever the fast path is not
-sure about, errors included, goes to the definition.
+and reads the arrays of many lines at once, straight into numpy. A prompt that begins with the
+text of an earlier one is compared with it byte by byte, and only what is new is read. Whatever
+the fast path is not sure about, errors included, goes to the definition, line by line.
 """
 
 from __future__ import annotations
 
-import re
-from collections import deque
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
-from evsys_jax.capture.checks import TOKEN_ID_LIMIT
+from evsys_jax.capture.numerals import parse_ids, parse_log_probs
+from evsys_jax.capture.prompts import Prompt, RecentPrompts
 from evsys_jax.capture.records import TokenEntry
 
 # In the order in which a canonical line has them.
@@ -27,10 +25,10 @@ _ARRAYS = (
     b'"prompt_token_ids":[',
 )
 _NAMES = ("generation_log_probs", "generation_token_ids", "prompt_token_ids")
-_LEADING_ZERO = re.compile(rb"(?:^|,)0[0-9]")
-_OPEN, _CLOSE, _COMMA, _ZERO = b"{},0"
-_RECENT_PROMPTS = 4
-_SHORT_PROMPT = 256
+_OPEN, _CLOSE = b"{}"
+# Bytes of numbers that are read at once: enough to forget what a call costs, and some megabytes
+# of arrays on the way.
+_BATCH = 1 << 19
 
 Span = tuple[int, int, int]
 
@@ -76,8 +74,7 @@ def read_records(data: bytes, rollout_id: str, name: str, start: int = 0) -> lis
     Raises:
       ValueError: a line is bad, a torn end included; the text names file and line.
     """
-    reader = LineReader(rollout_id, name)
-    return [reader.read(data, span) for span in line_spans(data, start)]
+    return list(LineReader(rollout_id, name).read_all(data, line_spans(data, start)))
 
 
 class LineReader:
@@ -91,7 +88,26 @@ class LineReader:
     def __init__(self, rollout_id: str, name: str) -> None:
         self.rollout_id = rollout_id
         self.name = name
-        self._prompts: deque[tuple[bytes, _Trunk, int]] = deque(maxlen=_RECENT_PROMPTS)
+        self._prompts = RecentPrompts()
+
+    def read_all(self, data: bytes, spans: Sequence[Span]) -> Iterator[TokenEntry]:
+        """Yield the records of the lines in order.
+
+        Raises:
+          ValueError: as `read`, when all records before the bad line have been yielded.
+        """
+        done = 0
+        while done < len(spans):
+            batch = self._take_batch(data, spans, done)
+            entries = self._read_batch(batch)
+            if entries:
+                yield from entries
+                done += len(entries)
+            else:
+                # Which line it was, and whether it is bad, comes out one by one.
+                for span in spans[done : done + max(1, len(batch))]:
+                    yield self.read(data, span)
+                    done += 1
 
     def read(self, data: bytes, span: Span) -> TokenEntry:
         """Read the record of one line.
@@ -101,8 +117,11 @@ class LineReader:
             counted from 1 in the whole file.
         """
         start, begin, end = span
+        entries = self._read_batch(self._take_batch(data, [span], 0))
+        if entries:
+            return entries[0]
         try:
-            entry = self._read_fast(data, begin, end) or TokenEntry.from_json(data[begin:end])
+            entry = TokenEntry.from_json(data[begin:end])
             if entry.rollout_id != self.rollout_id:
                 problem = f"the record is of rollout {entry.rollout_id!r}, not {self.rollout_id!r}"
                 raise ValueError(problem)
@@ -111,77 +130,73 @@ class LineReader:
             raise ValueError(f"{self.name}:{number}: {error}") from error
         return entry
 
-    def _read_fast(self, data: bytes, begin: int, end: int) -> TokenEntry | None:
+    def _take_batch(self, data: bytes, spans: Sequence[Span], first: int) -> list[_Parts]:
+        """Take lines apart up to one that is not canonical, or to the size of a batch."""
+        batch: list[_Parts] = []
+        size = 0
+        for index in range(first, len(spans)):
+            _, begin, end = spans[index]
+            parts = self._take_apart(data, begin, end) if size < _BATCH else None
+            if parts is None:
+                break
+            batch.append(parts)
+            size += len(parts.log_probs) + len(parts.generation) + len(parts.fresh)
+        return batch
+
+    def _take_apart(self, data: bytes, begin: int, end: int) -> _Parts | None:
         found = _find_arrays(data, begin, end)
         if found is None:
             return None
-        rest, spans = found
-        value = _canonical_object(rest)
-        if value is None:
+        rest, (log_probs, generation, prompt) = found
+        values = _canonical_object(rest)
+        if values is None or values.get("rollout_id") != self.rollout_id:
             return None
         # The rest is canonical, so these are the one place of each pattern: the fields.
-        if any(value.pop(name, None) != [] for name in _NAMES):
+        if any(values.pop(name, None) != [] for name in _NAMES):
             return None
         if any(rest.count(pattern) != 1 for pattern in _ARRAYS):
             return None
-        log_probs = _parse_log_probs(data[slice(*spans[0])])
-        generation = parse_ids(data[slice(*spans[1])])
-        if log_probs is None or generation is None:
+        known = self._prompts.find(data, *prompt)
+        if known is None:
             return None
-        prompt = self._prompt(data, *spans[2])
-        if prompt is None:
-            return None
+        return _Parts(values, data[slice(*log_probs)], data[slice(*generation)], *known)
+
+    def _read_batch(self, batch: list[_Parts]) -> list[TokenEntry] | None:
+        """Read the numbers of all lines together; None if any line is not sound."""
         try:
-            return TokenEntry.from_checked(value, prompt, generation, log_probs)
+            entries = _read_together(batch)
         except ValueError:
+            entries = None
+        if entries is None:
+            self._prompts.forget()
+        return entries
+
+
+class _Parts(NamedTuple):
+    """A line taken apart: the values beside the arrays, and the texts of the arrays.
+
+    Of the prompt's text `fresh` is what has to be read.
+    """
+
+    values: dict[str, Any]
+    log_probs: bytes
+    generation: bytes
+    prompt: Prompt
+    fresh: bytes
+
+
+def _read_together(batch: list[_Parts]) -> list[TokenEntry] | None:
+    ids = parse_ids([text for parts in batch for text in (parts.generation, parts.fresh)])
+    if ids is None:
+        return None
+    entries = []
+    for parts, generation, fresh in zip(batch, ids[::2], ids[1::2], strict=True):
+        log_probs = parse_log_probs(parts.log_probs)
+        if log_probs is None:
             return None
-
-    def _prompt(self, data: bytes, begin: int, end: int) -> NDArray[np.int32] | None:
-        for text, trunk, count in self._prompts:
-            behind = begin + len(text)
-            if not data.startswith(text, begin, end):
-                continue
-            if behind == end:
-                return trunk.view(count)
-            if data[behind] == _COMMA:
-                fresh = parse_ids(data[behind + 1 : end])
-                if fresh is None or not fresh.size:
-                    return None
-                trunk = trunk.extended(count, fresh)
-                return self._remember(data[begin:end], trunk, count + fresh.size)
-        ids = parse_ids(data[begin:end])
-        if ids is None or end - begin < _SHORT_PROMPT:
-            return ids
-        return self._remember(data[begin:end], _Trunk(ids, ids.size), ids.size)
-
-    def _remember(self, text: bytes, trunk: _Trunk, count: int) -> NDArray[np.int32]:
-        self._prompts.appendleft((text, trunk, count))
-        return trunk.view(count)
-
-
-class _Trunk:
-    """A growing array; prompts that continue each other are views of its beginning."""
-
-    def __init__(self, buffer: NDArray[np.int32], used: int) -> None:
-        self.buffer = buffer
-        self.used = used
-
-    def view(self, count: int) -> NDArray[np.int32]:
-        view = self.buffer[:count]
-        view.setflags(write=False)
-        return view
-
-    def extended(self, count: int, fresh: NDArray[np.int32]) -> _Trunk:
-        """Give a trunk of the first `count` ids and then the fresh ones: this one if it can."""
-        total = count + fresh.size
-        if count == self.used and total <= self.buffer.size and self.buffer.flags.writeable:
-            self.buffer[count:total] = fresh
-            self.used = total
-            return self
-        buffer = np.empty(2 * total, np.int32)
-        buffer[:count] = self.buffer[:count]
-        buffer[count:total] = fresh
-        return _Trunk(buffer, total)
+        prompt = parts.prompt.ids(fresh)
+        entries.append(TokenEntry.from_checked(parts.values, prompt, generation, log_probs))
+    return entries
 
 
 def _find_arrays(data: bytes, begin: int, end: int) -> tuple[bytes, list[tuple[int, int]]] | None:
@@ -213,40 +228,3 @@ def _canonical_object(text: bytes) -> dict[str, Any] | None:
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         pass
     return None
-
-
-def parse_ids(text: bytes) -> NDArray[np.int32] | None:
-    """Read token ids from the text between the brackets of a canonical array.
-
-    Returns:
-      [N] read-only int32; None if the text is not exactly such ids, separated by commas.
-    """
-    if not text:
-        return _read_only(np.empty(0, np.int32))
-    if text.translate(None, b"0123456789,") or b",," in text:
-        return None
-    if text[0] == _COMMA or text[-1] == _COMMA:
-        return None
-    if (text[0] == _ZERO or b",0" in text) and _LEADING_ZERO.search(text):
-        return None
-    # What is too large for 64 bits comes out as the largest integer, and is refused with it.
-    ids = np.fromstring(text, dtype=np.int64, sep=",")
-    if ids.max() >= TOKEN_ID_LIMIT:
-        return None
-    return _read_only(ids.astype(np.int32))
-
-
-def _parse_log_probs(text: bytes) -> NDArray[np.float64] | None:
-    try:
-        numbers = orjson.loads(b"[%b]" % text)
-    except orjson.JSONDecodeError:
-        return None
-    # np.array would also take true, null and texts; integers are left to the definition.
-    if set(map(type, numbers)) - {float}:
-        return None
-    return _read_only(np.array(numbers, dtype=np.float64))
-
-
-def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    array.setflags(write=False)
-    return array

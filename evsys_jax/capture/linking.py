@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from evsys_jax.capture.lineage import Call
+from evsys_jax.capture.stamps import Stamps
 from evsys_jax.capture.tokentree import MarkIndex, TokenTree
 
 
@@ -18,12 +19,14 @@ class Linker:
 
     Args:
       tree: where the sequences of all calls are.
+      stamps: their digests.
       empties: the calls that generated nothing.
     """
 
-    def __init__(self, tree: TokenTree, empties: Iterable[Call]) -> None:
+    def __init__(self, tree: TokenTree, stamps: Stamps, empties: Iterable[Call]) -> None:
         self.linked: dict[str, Call] = {}
         self._tree = tree
+        self._stamps = stamps
         self._passable = {call.call_id: call for call in empties if not call.contested}
         self._beyond: dict[str, str | None] = {}
         self._sequences: MarkIndex[Call] = MarkIndex(tree)
@@ -63,7 +66,7 @@ class Linker:
         return (
             (stamps.cum_len is None or stamps.cum_len == parent.sequence[1])
             and self._tree.begins_with(call.prompt, parent.sequence)
-            and (not stamps.digest or stamps.digest == self._tree.digest(parent.sequence))
+            and (not stamps.digest or stamps.digest == self._stamps.digest(parent.sequence))
         )
 
     def _recover(self, parent_id: str, call: Call) -> Call | None:

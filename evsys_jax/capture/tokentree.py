@@ -14,8 +14,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evsys_jax.capture.records import compute_digest
-
 Ids = NDArray[np.int32]
 # (strand, length): the sequence that ends there. Equal sequences have equal marks.
 Mark = tuple[int, int]
@@ -32,7 +30,6 @@ class TokenTree:
     def __init__(self) -> None:
         self._strands = [_Strand(parent=-1, start=0)]
         self._children: dict[tuple[int, int, int], int] = {}
-        self._digests: dict[Mark, str] = {}
 
     def extend(self, mark: Mark, tokens: Ids) -> Mark:
         """Follow tokens from a position, adding what is not there yet.
@@ -75,22 +72,22 @@ class TokenTree:
 
     def tokens(self, mark: Mark) -> Ids:
         """The whole sequence at a mark, [length] int32: a view where one strand holds it."""
-        index, length = mark
-        pieces = []
-        while True:
-            strand = self._strands[index]
-            pieces.append(strand.view(strand.start, length))
-            if strand.parent < 0:
-                break
-            index, length = strand.parent, strand.start
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces[::-1])
+        pieces = [self.strand(index)[:end] for index, end in self.pieces(mark)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def digest(self, mark: Mark) -> str:
-        """The digest of the sequence at a mark, computed once."""
-        found = self._digests.get(mark)
-        if found is None:
-            found = self._digests[mark] = compute_digest(self.tokens(mark))
-        return found
+    def pieces(self, mark: Mark) -> list[tuple[int, int]]:
+        """The strands that hold the sequence at a mark, and how much of each, from the start."""
+        index, length = mark
+        pieces: list[tuple[int, int]] = []
+        while index >= 0:
+            strand = self._strands[index]
+            pieces.append((index, length - strand.start))
+            index, length = strand.parent, strand.start
+        return pieces[::-1]
+
+    def strand(self, index: int) -> Ids:
+        """What one strand holds by now, without what it branched off from."""
+        return self._strands[index].view(self._strands[index].start)
 
     def parent_of(self, index: int) -> Mark:
         """The position that a strand branches off; strand -1 above the first."""

@@ -1,5 +1,7 @@
 """The builder: against the slow reference on generated captures, in any order, and in size."""
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -12,6 +14,7 @@ from reference_builder import build_by_reference
 from evsys_jax.capture.build import build_rollout
 from evsys_jax.capture.builder import BuildOutput, iter_chain_entries, prefix_merging, run_builder
 from evsys_jax.capture.records import TokenEntry, compute_digest
+from evsys_jax.capture.stamps import Stamps
 from evsys_jax.capture.tokentree import START, MarkIndex, TokenTree
 
 
@@ -153,6 +156,7 @@ def test_every_generated_token_is_somewhere(entries: list[TokenEntry]) -> None:
 @given(st.lists(st.lists(st.integers(1, 2), max_size=9), min_size=1, max_size=9), st.data())
 def test_the_token_tree_answers_like_lists(sequences: list[list[int]], data: st.DataObject) -> None:
     tree = TokenTree()
+    growing = Stamps(tree)
     index: MarkIndex[int] = MarkIndex(tree)
     marks = []
     for number, sequence in enumerate(sequences):
@@ -160,9 +164,12 @@ def test_the_token_tree_answers_like_lists(sequences: list[list[int]], data: st.
         mark = tree.extend(START, np.array(sequence[:cut], np.int32))
         marks.append(tree.extend(mark, np.array(sequence[cut:], np.int32)))
         index.add(marks[-1], number)
+        if data.draw(st.booleans()):
+            assert growing.digest(marks[-1]) == compute_digest(sequence)
+    stamps = Stamps(tree)
     for mark, sequence in zip(marks, sequences, strict=True):
         assert tree.tokens(mark).tolist() == sequence
-        assert tree.digest(mark) == compute_digest(sequence)
+        assert growing.digest(mark) == stamps.digest(mark) == compute_digest(sequence)
         prefixes = [each for each in sequences if sequence[: len(each)] == each]
         for other, beginning in zip(marks, sequences, strict=True):
             assert tree.begins_with(mark, other) == (beginning in prefixes)
@@ -171,6 +178,50 @@ def test_the_token_tree_answers_like_lists(sequences: list[list[int]], data: st.
         assert [sequences[number] for number in found] == [
             each for each in prefixes if len(each) == len(max(prefixes, key=len))
         ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 2), max_size=9), min_size=1, max_size=9), st.data())
+def test_a_second_thread_hashes_the_same(sequences: list[list[int]], data: st.DataObject) -> None:
+    tree = TokenTree()
+    marks = [tree.extend(START, np.array(sequence, np.int32)) for sequence in sequences]
+    some = data.draw(st.lists(st.sampled_from(marks)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evsys_jax.capture.stamps._WORTH_A_THREAD", 0)
+        ahead = Stamps(tree)
+        ahead.hash_ahead(some)
+        for mark, sequence in data.draw(st.permutations(list(zip(marks, sequences, strict=True)))):
+            assert ahead.digest(mark) == compute_digest(sequence)
+
+
+def test_a_forked_child_does_not_wait_for_the_thread_of_its_parent() -> None:
+    code = """
+import os, sys
+import numpy as np
+from evsys_jax.capture import compute_digest, stamps
+from evsys_jax.capture.tokentree import START, TokenTree
+
+stamps._WORTH_A_THREAD = 0
+
+def check():
+    tree = TokenTree()
+    marks = [tree.extend(START, np.arange(n, dtype=np.int32)) for n in (10, 1000, 3)]
+    ahead = stamps.Stamps(tree)
+    ahead.hash_ahead(marks)
+    assert [ahead.digest(mark) for mark in marks] == [
+        compute_digest(list(range(mark[1]))) for mark in marks
+    ]
+    helper = stamps._helper()
+    return helper is None or helper.submit(int).result(timeout=60) == 0
+
+assert check()
+child = os.fork()
+if not child:
+    os._exit(0 if check() else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    # Newer versions of Python warn of any fork beside a thread.
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
 
 
 def test_a_call_report_says_what_became_of_each_call() -> None:

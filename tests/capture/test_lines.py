@@ -9,8 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from evsys_jax.capture import lines
-from evsys_jax.capture.lines import LineReader, line_spans, parse_ids, read_records
+from evsys_jax.capture import lines, prompts
+from evsys_jax.capture.lines import LineReader, line_spans, read_records
+from evsys_jax.capture.numerals import parse_ids, parse_log_probs
 from evsys_jax.capture.records import TokenEntry
 from evsys_jax.capture.torn import is_torn
 
@@ -49,7 +50,9 @@ def assert_same_as_strict(line: bytes) -> None:
 
 
 def fast(line: bytes) -> TokenEntry | None:
-    return LineReader("r", "f")._read_fast(line, 0, len(line))
+    reader = LineReader("r", "f")
+    entries = reader._read_batch(reader._take_batch(line, [(0, 0, len(line))], 0))
+    return entries[0] if entries else None
 
 
 def test_canonical_lines_take_the_fast_path() -> None:
@@ -145,13 +148,112 @@ def test_parse_ids(text: str) -> None:
         expected = json.loads(f"[{text}]")
     except ValueError:
         expected = [-1]
-    got = parse_ids(text.encode())
+    arrays = parse_ids([text.encode()])
+    got = None if arrays is None else arrays[0]
     if all(0 <= item < 2**31 for item in expected):
         assert got is not None
         assert got.dtype == np.int32
         assert got.tolist() == expected
     else:
         assert got is None
+
+
+@given(st.lists(st.text(st.sampled_from("0123456789,"), max_size=6), max_size=5))
+@example(["1", "", "2,3"])
+@example(["1,", "2"])
+@example(["1", ",2"])
+@example(["1", ","])
+@example(["2147483647", "1"])
+@example(["2147483648", "1"])
+@example(["9999999999", "1"])
+@example(["0", "00"])
+def test_ids_of_joined_texts(texts: list[str]) -> None:
+    coded = [text.encode() for text in texts]
+    alone = [parse_ids([text]) for text in coded]
+    got = parse_ids(coded)
+    if None in alone:
+        assert got is None
+    else:
+        assert got is not None
+        assert [ids.tolist() for ids in got] == [json.loads(f"[{text}]") for text in texts]
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=6))
+@example([-0.0, 5e-324, 1.7976931348623157e308])
+def test_log_probs_keep_every_bit(numbers: list[float]) -> None:
+    got = parse_log_probs(json.dumps(numbers)[1:-1].encode())
+    assert got is not None
+    assert got.tobytes() == np.array(numbers, np.float64).tobytes()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["true", "false", "null", '"1"', "[1]", "{}", "NaN", "1e999", "1,", ",1", "1 2", '{"a":1}'],
+)
+def test_what_is_no_log_prob(text: str) -> None:
+    assert parse_log_probs(text.encode()) is None
+    assert parse_log_probs(b"-0.5," + text.encode()) is None
+
+
+def strict_outcome(data: bytes) -> list[Any]:
+    """What a reader gives that reads line by line: records, then perhaps an error."""
+    found: list[Any] = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = TokenEntry.from_json(line)
+            if entry.rollout_id != "r":
+                raise ValueError(f"the record is of rollout {entry.rollout_id!r}, not 'r'")
+            found.append(entry)
+        except ValueError as error:
+            return [*found, f"f:{number}: {error}"]
+    return found
+
+
+def outcome_in_batches(data: bytes) -> list[Any]:
+    found: list[Any] = []
+    try:
+        for entry in LineReader("r", "f").read_all(data, line_spans(data)):
+            found.append(entry)
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+EDITS = (
+    (b"[", b"[ "),
+    (b"]", b",]"),
+    (b"]", b" ]"),
+    (b'ids":[', b'ids":[,'),
+    (b'ids":[', b'ids":[0'),
+    (b'ids":[', b'ids":[2147483648,'),
+    (b'log_probs":[', b'log_probs":[1,'),
+    (b'log_probs":[', b'log_probs":["a'),
+    (b'log_probs":[-', b'log_probs":[true,-'),
+    (b'"rollout_id":"r"', b'"rollout_id":"s"'),
+    (b"}", b""),
+    (b'"model":""', b'"model":3'),
+)
+
+
+@given(
+    st.integers(0, 10**6),
+    st.lists(st.tuples(st.integers(0, 11), st.sampled_from(EDITS)), max_size=3),
+    st.sampled_from([1, 100, 1000, 1 << 19]),
+)
+@settings(max_examples=200, deadline=None)
+def test_batches_read_what_single_lines_give(
+    seed: int, edits: list[tuple[int, tuple[bytes, bytes]]], size: int
+) -> None:
+    texts = [entry.to_json() for entry in random_capture(random.Random(seed))]
+    for index, (old, new) in edits:
+        texts[index % len(texts)] = texts[index % len(texts)].replace(old, new, 1)
+    data = b"\n".join(texts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "_BATCH", size)
+        patch.setattr(prompts, "_SHORT", 20)
+        assert outcome_in_batches(data) == strict_outcome(data)
 
 
 def random_capture(rng: random.Random) -> list[TokenEntry]:
@@ -184,7 +286,7 @@ def random_capture(rng: random.Random) -> list[TokenEntry]:
 
 @pytest.mark.parametrize("short", [0, 256])
 def test_shared_prompts(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_SHORT_PROMPT", short)
+    monkeypatch.setattr(prompts, "_SHORT", short)
     for seed in range(60):
         entries = random_capture(random.Random(seed))
         data = b"\n".join(entry.to_json() for entry in entries)
