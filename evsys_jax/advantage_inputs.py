@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evsys_jax import reference
+from evsys_jax import checks
 from evsys_jax.advantages import Baseline, Rewards, Scale, centre
 from evsys_jax.ragged import RaggedRows
 
@@ -48,7 +48,7 @@ def advantage_inputs(
       ValueError: advantages that don't match the rows or groups, or are not finite float32;
         rewards too large for float32.
     """
-    reference.check_choice("scale", scale, ("none", "group_std", "batch_std"))
+    checks.check_choice("scale", scale, ("none", "group_std", "batch_std"))
     start = centre(rows.table)
     if advantages is None and rows.advantages is not None:
         return AdvantageInputs(rows.advantages, start, "none", "none")
@@ -60,7 +60,7 @@ def advantage_inputs(
     table = rows.table
     members = np.split(table.trains, np.cumsum(table.group_sizes)[:-1])
     trains = [part.tolist() for part in members] if len(table.group_sizes) else []
-    reference.check_advantages(advantages, trains)
+    checks.check_advantages(advantages, trains)
     given = np.array([float(a) for group in advantages for a in group], np.float64)
     given = np.where(table.trains, given, 0.0)
     return AdvantageInputs(None, start._replace(rewards=given), "none", "none")
@@ -70,7 +70,7 @@ def _check_range(rows: RaggedRows, start: Rewards, baseline: Baseline) -> None:
     """Raise ValueError where a reward gives an advantage that float32 cannot hold."""
     kept = np.asarray(start.kept) | (baseline == "none")
     # A mean takes away as much again, and leaving one out at most doubles that.
-    room = np.where(kept, reference.FLOAT32_LIMIT, reference.FLOAT32_LIMIT / 4)
+    room = np.where(kept, checks.FLOAT32_LIMIT, checks.FLOAT32_LIMIT / 4)
     large = rows.table.trains & ~(np.abs(np.where(kept, start.rewards, start.centred)) < room)
     if large.any():
         n = int(np.flatnonzero(large)[0])

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from evsys_jax import reference
+from evsys_jax import checks
 from evsys_jax.advantage_inputs import AdvantageInputs, advantage_inputs
 from evsys_jax.advantages import Baseline, Rewards, Scale, centre, group_advantages
 from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, Layout, bucket, pad_slots, plan_slots
@@ -132,8 +132,8 @@ def pack(
       ValueError: what `ragged_rows` raises; a row longer than `width`, named; advantages that
         don't match the groups or rows, or are not finite float32.
     """
-    reference.check_choice("layout", layout, ("padded", "packed"))
-    reference.check_choice("overlong", overlong, ("error", "mask"))
+    checks.check_choice("layout", layout, ("padded", "packed"))
+    checks.check_choice("overlong", overlong, ("error", "mask"))
     ragged = (
         groups_or_rows
         if isinstance(groups_or_rows, RaggedRows)
@@ -218,7 +218,7 @@ def _float64_device() -> jax.Device | None:
 
 
 def _baseline(normalize: bool, baseline: Baseline | None) -> Baseline:
-    chosen: Any = reference.choose_baseline(normalize, baseline)
+    chosen: Any = checks.choose_baseline(normalize, baseline)
     return cast(Baseline, chosen)
 
 

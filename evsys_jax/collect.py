@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from evsys_jax import reference
+from evsys_jax import checks
 from evsys_jax.account import TokenAccount
 from evsys_jax.capture.build import RolloutBuild
 from evsys_jax.capture.config import rollout_id_of
@@ -352,7 +352,7 @@ def _index(record: Mapping[str, Any], key: str) -> int | None:
 
 def _finite(reward: Any) -> float | None:
     try:
-        return reference.check_reward(reward, "")
+        return checks.check_reward(reward, "")
     except ValueError:
         return None
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evsys_jax import reference
+from evsys_jax import checks
 
 
 @dataclass
@@ -136,7 +136,7 @@ def _copy_tokens(piece: Any, out: NDArray[np.int32], start: int, length: int) ->
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError("token ids must be a list or a 1-D array of integers")
     if array.dtype != np.int32 and not (
-        0 <= int(array.min()) and int(array.max()) < reference.TOKEN_LIMIT
+        0 <= int(array.min()) and int(array.max()) < checks.TOKEN_LIMIT
     ):
         raise ValueError("token ids must lie in [0, 2**31)")
     out[start : start + length] = array

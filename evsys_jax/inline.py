@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evsys_jax import reference
+from evsys_jax import checks
 from evsys_jax.flat import logprob_array, token_array
 from evsys_jax.rollouts import Turn
 
@@ -91,7 +91,7 @@ def _list_of(item: Mapping[str, Any], key: str, k: int) -> list[Any]:
         or not hasattr(values, "__len__")
     ):
         raise MaskedError("bad_item", f"item {k}: {key} is missing or no list")
-    return values if isinstance(values, list) else reference.as_list(values)
+    return values if isinstance(values, list) else checks.as_list(values)
 
 
 def _first_bad(items: list[Any]) -> str:
@@ -99,7 +99,7 @@ def _first_bad(items: list[Any]) -> str:
     for k, item in enumerate(items):
         prompt, generation, scores = (_list_of(item, key, k) for key in _TOKEN_KEYS)
         try:
-            reference.check_turn(Turn(prompt, generation), scores, f"item {k}")
+            checks.check_turn(Turn(prompt, generation), scores, f"item {k}")
         except ValueError as error:
             return str(error)
     return ""

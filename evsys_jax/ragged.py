@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evsys_jax import reference
+from evsys_jax import checks
 from evsys_jax.account import TokenAccount
 from evsys_jax.flat import Pieces, fill
 
@@ -227,8 +227,8 @@ def ragged_rows(
         trajectory, turn and index; other counts of logprobs than of completion tokens; a reward
         that counts and is not a finite number.
     """
-    reference.check_choice("rows", rows, ("turns", "merged"))
-    reference.check_choice("on_logprob_mismatch", on_logprob_mismatch, ("error", "pad"))
+    checks.check_choice("rows", rows, ("turns", "merged"))
+    checks.check_choice("on_logprob_mismatch", on_logprob_mismatch, ("error", "pad"))
     table = trajectory_table(groups)
     constant = constant_groups(table) if drop_constant else np.zeros(len(groups), bool)
     account, plan, padded = TokenAccount(), Pieces(), 0
@@ -265,11 +265,11 @@ def trajectory_table(groups: Sequence[Any]) -> TrajectoryTable:
     for g, n, trajectory in _trajectories(groups):
         group.append(g)
         place.append(n)
-        votes.append(reference.votes(trajectory))
-        trains.append(reference.trains(trajectory))
+        votes.append(checks.votes(trajectory))
+        trains.append(checks.trains(trajectory))
         live = votes[-1] or trains[-1]
         where = f"group {g}, trajectory {n}"
-        rewards.append(reference.check_reward(trajectory.reward, where) if live else 0.0)
+        rewards.append(checks.check_reward(trajectory.reward, where) if live else 0.0)
         metadata = getattr(trajectory, "metadata", None)
         named = metadata.get("rollout_id") if isinstance(metadata, Mapping) else None
         ids.append("" if named is None else str(named))
@@ -320,7 +320,7 @@ def _completed_turns(
     for k, turn in enumerate(trajectory.turns):
         completion, logprobs = turn.completion_tokens, turn.logprobs
         if len(logprobs) != len(completion):
-            logprobs, _ = reference.match_logprobs(turn, f"{where}, turn {k}", on_mismatch)
+            logprobs, _ = checks.match_logprobs(turn, f"{where}, turn {k}", on_mismatch)
             padded += 1
         if len(completion):
             turns.append((k, turn.prompt_tokens, completion, logprobs))
@@ -382,14 +382,14 @@ def _first_fault(
 ) -> ValueError:
     """Find the value that stopped `fill`, one turn at a time, and return the error for it."""
     for g, n, trajectory in _trajectories(groups):
-        if constant[g] or not reference.trains(trajectory):
+        if constant[g] or not checks.trains(trajectory):
             continue
         for k, turn in enumerate(trajectory.turns):
             where = f"group {g}, trajectory {n}, turn {k}"
             try:
-                logprobs, _ = reference.match_logprobs(turn, where, on_mismatch)
+                logprobs, _ = checks.match_logprobs(turn, where, on_mismatch)
                 if len(turn.completion_tokens):
-                    reference.check_turn(turn, logprobs, where)
+                    checks.check_turn(turn, logprobs, where)
             except ValueError as error:
                 return error
     return ValueError("token ids and logprobs must be lists or 1-D arrays of plain numbers")

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from evsys_jax import reference
+from evsys_jax import checks
 from evsys_jax.batch import Array, TokenBatch
 from evsys_jax.plans import bucket
 from evsys_jax.ragged import RaggedRows
@@ -118,7 +118,7 @@ def reduce_by(
     """
     chex.assert_rank([batch.advantages, batch.mask], 2)
     if isinstance(by, str):
-        reference.check_choice("by", by, _NAMES)
+        checks.check_choice("by", by, _NAMES)
         weights = _unit_weights(batch, by, counts)
     else:
         if isinstance(by, int | float) and not (0.0 < by < float("inf")):

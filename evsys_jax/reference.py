@@ -12,14 +12,19 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any
 
-TOKEN_LIMIT = 2**31
-"""Token ids are int32 on the device: an id at or above this would wrap silently."""
-
-FLOAT32_LIMIT = float.fromhex("0x1.ffffffp+127")
-"""The first magnitude that rounds to infinity in float32."""
+from evsys_jax.checks import (
+    as_list,
+    check_advantages,
+    check_choice,
+    check_reward,
+    check_turn,
+    choose_baseline,
+    match_logprobs,
+    trains,
+    votes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -148,14 +153,6 @@ def deviation(values: Sequence[float]) -> float:
 
 def _divide(value: float, spread: float) -> float:
     return value / spread if spread > 0 else value
-
-
-def choose_baseline(normalize: bool, baseline: str | None) -> str:
-    """Return the baseline that a pair of options asks for."""
-    if baseline is None:
-        return "mean" if normalize else "none"
-    check_choice("baseline", baseline, ("mean", "leave_one_out", "none"))
-    return baseline
 
 
 def compute_trajectory_metrics(groups: Sequence[Any]) -> dict[str, float]:
@@ -292,88 +289,3 @@ def _shift(sequence: TokenSequence, advantage: float, group: int, trajectory: in
         trajectory=trajectory,
         turn=sequence.turn,
     )
-
-
-def as_list(values: Any) -> list[Any]:
-    """Return a list or an array as a list of plain Python numbers."""
-    return list(values.tolist()) if hasattr(values, "tolist") else list(values)
-
-
-def votes(trajectory: Any) -> bool:
-    """Tell whether the reward enters the baseline; True where the object doesn't say."""
-    return bool(getattr(trajectory, "votes", True))
-
-
-def trains(trajectory: Any) -> bool:
-    """Tell whether the tokens yield rows; True where the object doesn't say."""
-    return bool(getattr(trajectory, "trains", True))
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
-
-
-def check_reward(reward: Any, where: str) -> float:
-    """Return a reward as float, or raise ValueError that names it. Bools and ints are numbers."""
-    if isinstance(reward, str | bytes) or reward is None or not hasattr(reward, "__float__"):
-        raise ValueError(f"{where}: reward {reward!r} is not a number")
-    try:
-        value = float(reward)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{where}: reward {reward!r} is not a number") from error
-    if not math.isfinite(value):
-        raise ValueError(f"{where}: reward {value} is not finite")
-    return value
-
-
-def check_advantages(
-    advantages: Sequence[Sequence[float]], trains: Sequence[Sequence[bool]]
-) -> None:
-    """Raise ValueError unless there is one finite float32 per trajectory that trains.
-
-    Args:
-      advantages: [G][N_g] floats.
-      trains: [G][N_g] bools.
-    """
-    if len(trains) != len(advantages):
-        raise ValueError(f"{len(trains)} groups but {len(advantages)} lists of advantages")
-    for g, (members, row) in enumerate(zip(trains, advantages, strict=True)):
-        if len(members) != len(row):
-            raise ValueError(f"group {g}: {len(members)} trajectories but {len(row)} advantages")
-        for n, (live, advantage) in enumerate(zip(members, row, strict=True)):
-            if live and not abs(float(advantage)) < FLOAT32_LIMIT:
-                raise ValueError(
-                    f"group {g}, trajectory {n}: advantage {advantage!r} is not a finite float32"
-                )
-
-
-def match_logprobs(turn: Any, where: str, on_mismatch: str) -> tuple[list[float], bool]:
-    """Return one logprob per completion token, and whether that took padding or cutting."""
-    logprobs, count = as_list(turn.logprobs), len(turn.completion_tokens)
-    if len(logprobs) == count:
-        return logprobs, False
-    if on_mismatch == "error":
-        raise ValueError(f"{where}: {count} completion_tokens but {len(logprobs)} logprobs")
-    return (logprobs + [0.0] * count)[:count], True
-
-
-def check_turn(turn: Any, logprobs: Sequence[float], where: str) -> None:
-    """Raise ValueError at the first token id or logprob that is not what it must be."""
-    for name in ("prompt_tokens", "completion_tokens"):
-        for i, token in enumerate(as_list(getattr(turn, name))):
-            # Exact ints come first: the abstract check costs more than the rest of the loop.
-            if type(token) is not int and (
-                isinstance(token, bool) or not isinstance(token, Integral)
-            ):
-                raise ValueError(f"{where}: {name}[{i}] is {token!r}, not an integer")
-            if not 0 <= int(token) < TOKEN_LIMIT:
-                raise ValueError(f"{where}: {name}[{i}] is {token}, outside [0, 2**31)")
-    for i, logprob in enumerate(logprobs):
-        if type(logprob) is not float and (
-            isinstance(logprob, bool) or not isinstance(logprob, Real)
-        ):
-            raise ValueError(f"{where}: logprobs[{i}] is {logprob!r}, not a number")
-        if not abs(logprob) < FLOAT32_LIMIT:
-            raise ValueError(f"{where}: logprobs[{i}] is {logprob}, not a finite float32")
