@@ -45,15 +45,17 @@ _HOME = {
 }
 _ROOMS = (
     "account",
+    "advantage_inputs",
     "advantages",
     "batch",
     "calltree",
     "capture",
-    "cli",
+    "capture_jobs",
+    "checks",
     "data_processing",
-    "dataset",
     "datums",
     "diagnostics",
+    "flat",
     "inline",
     "inspection",
     "inspection_view",
@@ -68,6 +70,7 @@ _ROOMS = (
     "targets",
     "verify",
 )
+_ROOMS_WITH_EXTRAS = ("cli", "dataset")  # of what the `cli` extra brings
 
 __all__ = [*_HOME, *_ROOMS]
 
@@ -76,7 +79,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name or a submodule on first use."""
     if name in _HOME:
         value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    elif name in _ROOMS:
+    elif name in _ROOMS or name in _ROOMS_WITH_EXTRAS:
         value = import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`TokenBatch`, the padded batch on the device, and `pack`, the only jit and vmap.
+"""`TokenBatch`, the batch on the device, and `pack`, which jits and vmaps the kernels of a row.
 
 Shapes are few: rows and positions are rounded up to powers of two, so that a stream of ragged
 batches compiles a handful of programs.
@@ -19,10 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evsys_jax import checks
-from evsys_jax.advantage_inputs import AdvantageInputs, advantage_inputs
-from evsys_jax.advantages import Baseline, Rewards, Scale, centre, group_advantages
-from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, Layout, bucket, pad_slots, plan_slots
-from evsys_jax.ragged import RaggedRows, RowKind, TrajectoryTable, ragged_rows
+from evsys_jax.advantage_inputs import AdvantageInputs, advantage_inputs, padded_rewards
+from evsys_jax.advantages import Baseline, Rewards, Scale, group_advantages
+from evsys_jax.plans import (
+    MAX_POSITIONS,
+    MIN_ROWS,
+    MIN_WIDTH,
+    Layout,
+    bucket,
+    in_order,
+    pad_slots,
+    plan_slots,
+)
+from evsys_jax.ragged import RaggedRows, RowKind, ragged_rows
 from evsys_jax.targets import RowTargets, lay_segments, shift_row
 
 Array: TypeAlias = jax.Array | NDArray[Any]
@@ -89,6 +98,24 @@ class TokenBatch:
         rows, width = self.mask.shape
         return rows, width
 
+    def occupancy(self) -> dict[str, float]:
+        """Count what the batch holds, on the host.
+
+        Returns:
+          `rows` that hold a segment, `segments`, real `positions`, and the `share` of real
+          positions in those rows.
+        """
+        lengths = np.asarray(self.segment_lengths)
+        rows = int((lengths.sum(axis=1) > 0).sum())
+        positions = int(lengths.sum())
+        share = positions / (rows * self.shape[1]) if rows else 0.0
+        return {
+            "rows": rows,
+            "segments": int((lengths > 0).sum()),
+            "positions": positions,
+            "share": share,
+        }
+
 
 def pack(
     groups_or_rows: Sequence[Any] | RaggedRows,
@@ -111,8 +138,8 @@ def pack(
       rows: "turns" or "merged", as in `ragged_rows`; of no effect on rows that are made already.
       normalize: subtract the mean of each group's voters; False takes the rewards as they are.
       advantages: None; or one number per trajectory as nested lists [G][N_g]; or one 1-D array
-        per row, of one float32 per position (a row of n tokens has n - 1). Wins over all that is
-        said of rewards. Off the mask they are set to zero.
+        per row, of one float32 per position (a row of n tokens has n - 1). Lists always mean
+        trajectories. Wins over all that is said of rewards. Off the mask they are set to zero.
       width: T, the positions of a batch row; None takes the longest row's, rounded up.
       pad_token: fills `input_tokens` and `target_tokens` in padding. Nothing depends on it.
       layout: "padded" for one row per batch row; "packed" for as many as fit, each shifted before
@@ -149,6 +176,24 @@ def pack(
     return pack_slots(ragged, slots, inputs, width=width, pad_token=pad_token)
 
 
+def iter_packed(
+    rows: RaggedRows, max_positions: int = MAX_POSITIONS, **options: Any
+) -> Iterator[tuple[RaggedRows, TokenBatch]]:
+    """Pack rows in order, as many at a time as a budget of padded positions allows.
+
+    Args:
+      rows: what `ragged_rows` returns.
+      max_positions: B * T of a batch at most, where one row alone does not exceed it.
+      **options: of `pack`.
+
+    Yields:
+      The rows of each batch, and the batch.
+    """
+    for part in in_order(rows.lengths - 1, max_positions):
+        chosen = rows.take(np.arange(part.start, part.stop))
+        yield chosen, pack(chosen, **options)
+
+
 def microbatches(
     rows: RaggedRows,
     *,
@@ -181,40 +226,10 @@ def microbatches(
     if max_tokens < width:
         raise ValueError(f"max_tokens={max_tokens} holds no batch row of {width} positions")
     slots = plan_slots(rows.lengths - 1, width, layout)
-    count = max(1, min(max_tokens // width, len(slots)))
+    count = max(1, min(max_tokens // width, bucket(len(slots), MIN_ROWS)))
     for first in range(0, len(slots), count):
         part = pad_slots(slots[first : first + count], count)
         yield pack_slots(rows, part, inputs, width=width, pad_token=pad_token)
-
-
-def trajectory_advantages(
-    table: TrajectoryTable, *, baseline: Baseline = "mean", scale: Scale = "none"
-) -> NDArray[np.float64]:
-    """Compute the advantages of N trajectories in float64, with the kernel that `pack` runs.
-
-    Args:
-      table: the N trajectories.
-      baseline: as in `pack`.
-      scale: as in `pack`.
-
-    Returns:
-      [N] float64. Computed on the CPU backend where there is one, since not every accelerator
-      has the float64 of IEEE 754.
-    """
-    members = _padded_members(centre(table), MIN_ROWS)
-    with jax.enable_x64(True), jax.default_device(_float64_device()):
-        flat = _group_advantages(members, baseline=baseline, scale=scale)
-        return np.asarray(flat)[: len(table)]
-
-
-_group_advantages = jax.jit(group_advantages, static_argnames=("baseline", "scale"))
-
-
-def _float64_device() -> jax.Device | None:
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
-        return None
 
 
 def _baseline(normalize: bool, baseline: Baseline | None) -> Baseline:
@@ -260,6 +275,8 @@ def pack_slots(
         taken = values[chosen] if len(values) else chosen
         return np.where(used, taken, filler).astype(np.int32)
 
+    if not 0 <= pad_token < checks.TOKEN_LIMIT:
+        raise ValueError(f"pad_token={pad_token} is outside [0, 2**31)")
     token_advantages, rewards, baseline, scale = inputs
     size = len(slots) * (width + slots.shape[1]) + width + 1
     flat, starts = rows.lay(slots, token_advantages, size=size, room=width + 1)
@@ -271,7 +288,7 @@ def pack_slots(
             per_slot(rows.lengths, 0),
             per_slot(rows.row_trajectory, 0),
             # One size for everything counted in trajectories: fewer shapes, fewer programs.
-            _padded_members(rewards, len(slots)),
+            padded_rewards(rewards, len(slots)),
             np.stack(
                 [
                     per_slot(rows.group, -1),
@@ -286,12 +303,6 @@ def pack_slots(
             scale=scale,
         )
     return batch
-
-
-def _padded_members(inputs: Rewards, minimum: int) -> Rewards:
-    """Round N up; filler neither votes nor counts."""
-    size = bucket(len(inputs.rewards), bucket(minimum, MIN_ROWS))
-    return Rewards(*(_padded(np.asarray(values), size) for values in inputs))
 
 
 @partial(jax.jit, static_argnames=("width", "baseline", "scale"))
@@ -316,6 +327,8 @@ def _pack(
     `starts`, `lengths` and `trajectory` are [B, S]; a batch row with one segment is a slice of
     the flat arrays, one with several is gathered.
     """
+    # Of use only where jit is disabled, when numpy arrays would come in as they are.
+    tokens, sampled, logprobs = (jnp.asarray(flat) for flat in (tokens, sampled, logprobs))
     by_trajectory = group_advantages(rewards, baseline=baseline, scale=scale)
     by_segment = by_trajectory.astype(jnp.float32)[trajectory]
     flat = (tokens, sampled, logprobs)
@@ -337,12 +350,6 @@ def _pack(
         segment_turn=turn,
         segment_row=row,
     )
-
-
-def _padded(array: NDArray[Any], size: int) -> NDArray[Any]:
-    out = np.zeros(size, array.dtype)
-    out[: len(array)] = array
-    return out
 
 
 def attention_mask(segment_ids: jax.Array) -> jax.Array:

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from evsys_jax.ragged import RaggedRows
     from evsys_jax.rollouts import TrajectoryGroup
 
-MAX_POSITIONS = 2**20
-"""Padded positions on the device at a time, about 25 MB."""
-
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
@@ -96,7 +93,7 @@ def build(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _progress("packing", "rows", len(ragged)) as advance:
-            padded = _write_rows(ragged, out, normalize, advance) if len(ragged) else 0
+            padded = _write_rows(ragged, out, normalize, advance)
         summary = _summary(report, ragged, groups, padded, time.monotonic() - started)
         _write_json(out / "report.json", {**summary, "verdicts": _verdicts(report)})
     except OSError as error:
@@ -266,20 +263,17 @@ def _write_rows(
     ragged: RaggedRows, out: Path, normalize: bool, advance: Callable[[int], None]
 ) -> int:
     """Pack and write the rows in order; return the padded positions that took."""
-    import numpy as np
-
-    from evsys_jax.batch import pack
+    from evsys_jax.batch import iter_packed
     from evsys_jax.dataset import RowWriter
-    from evsys_jax.plans import in_order
 
     padded = 0
     with RowWriter(out / "rows.parquet") as writer:
-        for part in in_order(ragged.lengths - 1, MAX_POSITIONS):
-            chosen = ragged.take(np.arange(part.start, part.stop))
-            batch = pack(chosen, normalize=normalize)
+        done = 0
+        for chosen, batch in iter_packed(ragged, normalize=normalize):
             writer.write(batch, chosen)
             padded += batch.shape[0] * batch.shape[1]
-            advance(part.stop)
+            done += len(chosen)
+            advance(done)
     return padded
 
 

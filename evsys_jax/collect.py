@@ -26,6 +26,9 @@ from evsys_jax.inline import MaskedError, carries_tokens, generated_items, inlin
 from evsys_jax.ragged import RaggedRows
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 
+MAX_REWARD = 2.0**120
+"""A larger reward would be no finite float32 advantage, and would take its group along."""
+
 _OFF_CHAIN = ("empty_call", "quarantined", "off_chain")
 
 
@@ -44,7 +47,8 @@ class RolloutVerdict:
       detail: the particulars, for people.
       reward: None where it is absent or no finite number.
       turns: generated items.
-      tokens: generated tokens.
+      tokens: generated tokens, of all captured calls.
+      turn_tokens: generated tokens of the turns alone.
     """
 
     record: int
@@ -58,6 +62,7 @@ class RolloutVerdict:
     reward: float | None = None
     turns: int = 0
     tokens: int = 0
+    turn_tokens: int = 0
 
 
 @dataclass
@@ -78,17 +83,24 @@ class CollectReport:
         return Counter(verdict.reason for verdict in self.verdicts if not verdict.trains)
 
     def account_of(self, rows: RaggedRows) -> TokenAccount:
-        """Join the two ends: tokens captured and masked here, trained and dropped by `rows`.
+        """Join the two ends: tokens captured and masked here; trained, dropped and masked later.
 
         Args:
           rows: what `ragged_rows` made of the groups that came with this report.
         """
         off_chain = {reason: self.account.dropped[reason] for reason in _OFF_CHAIN}
         turns = {reason: self.account.dropped_turns[reason] for reason in _OFF_CHAIN}
+        known = Counter[str]()
+        for verdict in self.verdicts:
+            if not verdict.trains and verdict.group is not None:
+                known[verdict.reason] += verdict.turn_tokens
+        # What was masked after it had been collected: by the caller, or for its length.
+        masked = self.account.masked.copy()
+        masked.update(rows.account.masked - known)
         return TokenAccount(
             captured=self.account.captured,
             trained=rows.account.trained,
-            masked=self.account.masked,
+            masked=masked,
             dropped=+(rows.account.dropped + Counter(off_chain)),
             dropped_turns=+(rows.account.dropped_turns + Counter(turns)),
         )
@@ -199,6 +211,7 @@ def judge_rollouts(
     ):
         turns = _decide(reading, build)
         reading.verdict.turns = len(turns)
+        reading.verdict.turn_tokens = sum(len(turn.completion_tokens) for turn in turns)
         yield JudgedRollout(reading.verdict, reading.record, turns, build)
 
 
@@ -339,8 +352,9 @@ def _check_score(record: Mapping[str, Any]) -> None:
     """Raise unless the record has a reward that can be compared."""
     if record.get("reward") is None:
         raise MaskedError("unscored", "reward is missing")
-    if _finite(record["reward"]) is None:
-        raise MaskedError("bad_reward", f"reward {record['reward']!r} is not a finite number")
+    reward = _finite(record["reward"])
+    if reward is None or abs(reward) >= MAX_REWARD:
+        raise MaskedError("bad_reward", f"reward {record['reward']!r} is no number below 2**120")
 
 
 def _index(record: Mapping[str, Any], key: str) -> int | None:

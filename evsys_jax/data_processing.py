@@ -10,8 +10,10 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from evsys_jax.datums import DatumMetadata, unpack
-from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, bucket, by_width, pad_slots
+from evsys_jax.plans import MAX_POSITIONS, MIN_ROWS, MIN_WIDTH, bucket, by_width, pad_slots
 from evsys_jax.ragged import MismatchPolicy, ragged_rows, trajectory_table
 from evsys_jax.reference import compute_trajectory_metrics
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup
@@ -27,9 +29,6 @@ __all__ = [
     "compute_advantages",
     "compute_trajectory_metrics",
 ]
-
-MAX_POSITIONS = 2**20
-"""Padded positions of one batch on the device, while Datums are made: about 25 MB."""
 
 
 def compute_advantages(
@@ -49,11 +48,16 @@ def compute_advantages(
     Raises:
       ValueError: a reward that counts is not a finite number.
     """
-    from evsys_jax.batch import trajectory_advantages
+    from evsys_jax.advantage_inputs import trajectory_advantages
 
     table = trajectory_table(trajectory_groups)
-    flat = iter(trajectory_advantages(table, baseline="mean" if normalize else "none").tolist())
-    return [[next(flat) for _ in range(size)] for size in table.group_sizes.tolist()]
+    flat = trajectory_advantages(table, baseline="mean" if normalize else "none")
+    if not np.isfinite(flat).all():
+        n = int(np.flatnonzero(~np.isfinite(flat))[0])
+        where = f"group {table.group[n]}, trajectory {table.place[n]}"
+        raise ValueError(f"{where}: advantage {flat[n]} is not finite")
+    numbers = iter(flat.tolist())
+    return [[next(numbers) for _ in range(size)] for size in table.group_sizes.tolist()]
 
 
 def assemble_training_data(
@@ -82,17 +86,20 @@ def assemble_training_data(
       ValueError: groups and advantages that don't match; bad tokens, logprobs or advantages,
         named by group, trajectory, turn and index.
     """
-    from evsys_jax.advantage_inputs import advantage_inputs
+    from evsys_jax.advantage_inputs import AdvantageInputs, per_trajectory
+    from evsys_jax.advantages import centre
     from evsys_jax.batch import pack_slots
 
     rows = ragged_rows(trajectory_groups, on_logprob_mismatch=on_logprob_mismatch, keep_lists=True)
-    start = advantage_inputs(rows, advantages, baseline="none", scale="none")
+    given = centre(rows.table)._replace(rewards=per_trajectory(rows.table, advantages))
+    start = AdvantageInputs(None, given, "none", "none")
     positions = rows.lengths - 1
     datums: list[Any] = [None] * len(rows)
     metadata: list[Any] = [None] * len(rows)
     for index in by_width(positions, MAX_POSITIONS):
         width = bucket(int(positions[index].max()), MIN_WIDTH)
-        slots = pad_slots(index[:, None], bucket(len(index), MIN_ROWS))
+        least = max(1, min(MIN_ROWS, MAX_POSITIONS // width))
+        slots = pad_slots(index[:, None], bucket(len(index), least))
         batch = pack_slots(rows, slots, start, width=width, pad_token=0)
         inputs = [rows.inputs[r] for r in index.tolist()] if rows.inputs else None
         made, places = unpack(batch, inputs=inputs)

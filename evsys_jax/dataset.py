@@ -67,6 +67,8 @@ class RowWriter:
         offsets = np.concatenate([[0], np.cumsum(lengths[line, segment])]).astype(np.int32)
         columns: dict[str, Any] = {}
         flat = {name: np.asarray(getattr(batch, name))[real] for name in _LISTS}
+        # A mask that was narrowed on the way takes its advantages with it.
+        flat["advantages"] = np.where(flat["mask"], flat["advantages"], np.float32(0.0))
         for name, values in flat.items():
             columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
         trajectory = rows.row_trajectory[np.asarray(batch.segment_row)[line, segment]]
@@ -108,15 +110,20 @@ def read_rows(path: str | PathLike[str]) -> RaggedRows:
       trajectories that have rows, so group means can't be taken anew from it.
 
     Raises:
-      ValueError: not such a file, or rows whose lists differ in length.
+      ValueError: not such a file: a column is missing or of another type, a row has no
+        position, or its lists differ in length.
       OSError: the file cannot be read.
     """
     file = pq.ParquetFile(path)
     missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
     if missing:
         raise ValueError(f"{path}: no column {missing[0]!r}; not a file of training rows")
+    for field in SCHEMA:
+        stored = file.schema_arrow.field(field.name).type
+        if stored != field.type:
+            raise ValueError(f"{path}: column {field.name!r} is {stored}, not {field.type}")
     parts = [_flat_part(path, batch) for batch in file.iter_batches(columns=SCHEMA.names)]
-    parts = parts or [_flat_part(path, SCHEMA.empty_table().to_batches()[0])]
+    parts = parts or [_flat_part(path, pa.RecordBatch.from_pylist([], schema=SCHEMA))]
     flat: dict[str, Any] = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     lengths = flat.pop("lengths")
     places = np.stack([flat.pop("group"), flat.pop("trajectory")])

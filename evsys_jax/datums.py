@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from evsys_jax import checks
 from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, bucket
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def unpack(
       int64, `logprobs` float32 and `advantages` float32, the keys of tinker's
       importance_sampling loss, and the mask where the batch was made from Datums that carry one.
     """
+    checks.check_choice("tokens", tokens, ("list", "buffer"))
     lengths = np.asarray(batch.segment_lengths)
     starts = np.cumsum(lengths, axis=1) - lengths
     line, segment = np.nonzero(lengths)
@@ -74,7 +76,10 @@ def unpack(
     fields: dict[str, NDArray[Any]] = {
         "target_tokens": np.array(np.asarray(batch.target_tokens)[used], np.int64),
         "logprobs": np.array(np.asarray(batch.logprobs)[used], np.float32),
-        "advantages": np.array(np.asarray(batch.advantages)[used], np.float32),
+        # A mask that was narrowed on the way takes its advantages with it.
+        "advantages": np.where(
+            np.asarray(batch.mask)[used], np.asarray(batch.advantages)[used], np.float32(0.0)
+        ),
     }
     if batch.wire_mask is not None:
         key, dtype = batch.wire_mask
@@ -145,6 +150,9 @@ def from_datums(
 ) -> TokenBatch:
     """Pad Datums into a batch, so that `unpack` gives them again, exactly.
 
+    Logprobs that a Datum carries where nothing was sampled stay where they are; no loss looks
+    at them. Several chunks of text come back as one.
+
     The mask comes from a Datum's `mask` or `weights` where it carries one; else from
     `prompt_lengths`; else it is on where an advantage or a logprob is not zero, which misses a
     sampled token whose logprob and advantage are both 0.0.
@@ -162,8 +170,8 @@ def from_datums(
 
     Raises:
       ValueError: names the Datum and the key: one that is missing, unknown or of another length,
-        tokens that int32 does not hold, no token, a mask that is not zeros and ones, or a Datum
-        longer than `width`.
+        token ids outside [0, 2**31), numbers that are not finite, no token, a mask that is not
+        zeros and ones, an advantage off the mask, or a Datum longer than `width`.
     """
     import jax.numpy as jnp
 
@@ -192,10 +200,14 @@ def from_datums(
     }
     for i, fields in enumerate(read):
         if "mask" not in fields:
-            fields["mask"] = _guess_mask(fields, prompt_lengths[i] if prompt_lengths else None)
+            prompt = None if prompt_lengths is None else int(prompt_lengths[i])
+            fields["mask"] = _guess_mask(fields, prompt)
+        if (fields["advantages"] != 0)[~fields["mask"]].any():
+            at = int(np.flatnonzero((fields["advantages"] != 0) & ~fields["mask"])[0])
+            raise ValueError(f"Datum {i}: advantages[{at}] is not zero where the mask is off")
         for key, array_ in padded.items():
             array_[i, : lengths[i]] = fields[key]
-    places = metadata or [DatumMetadata(i) for i in range(len(read))]
+    places = [DatumMetadata(i) for i in range(len(read))] if metadata is None else metadata
     index = np.full((5, shape[0], 1), -1, np.int32)
     index[0] = 0
     index[0, : len(read), 0] = lengths
@@ -249,8 +261,12 @@ def _read_datum(i: int, datum: tinker.Datum) -> dict[str, NDArray[Any]]:
     if not fields["input_tokens"].size:
         raise ValueError(f"Datum {i}: model_input holds no token")
     for key in ("input_tokens", "target_tokens"):
-        if (fields[key] != fields[key].astype(np.int32)).any():
-            raise ValueError(f"Datum {i}: {key} holds an id that int32 cannot")
+        ids = fields[key]
+        if ids.dtype.kind not in "iu" or not ((ids >= 0) & (ids < checks.TOKEN_LIMIT)).all():
+            raise ValueError(f"Datum {i}: {key} holds what is no integer in [0, 2**31)")
+    for key in ("logprobs", "advantages"):
+        if fields[key].dtype != np.float32 or not np.isfinite(fields[key]).all():
+            raise ValueError(f"Datum {i}: {key} holds what is no finite float32")
     return fields
 
 

@@ -113,7 +113,9 @@ def cispo(
     learner, sampler, advantages = _live(learner_logprobs, batch)
     ratio = jnp.exp(lax.stop_gradient(_settle_idle(learner - sampler, advantages)))
     weight = jnp.clip(ratio, clip_low_threshold, clip_high_threshold)
-    per_token = -weight * _settle_idle(learner, advantages) * advantages
+    # A weight of 0 takes the token out, also where its log-probability is -inf.
+    scored = jnp.where(weight == 0.0, 0.0, _settle_idle(learner, advantages))
+    per_token = -weight * scored * advantages
     return jnp.sum(per_token), per_token
 
 
@@ -178,7 +180,9 @@ def gspo(
     count = sum_segments(jnp.asarray(batch.mask).astype(jnp.float32), batch)
     mean = spread_segments(total / jnp.maximum(count, 1.0), batch)
     # The value of the mean, the gradient of the token: exp of it is s_t.
-    log_ratio = jnp.where(batch.mask, mean, 0.0) + (learner - lax.stop_gradient(learner))
+    # A token that the learner rules out (-inf) has no slope, and -inf - -inf would be NaN.
+    sloped = jnp.where(jnp.isneginf(learner), 0.0, learner)
+    log_ratio = jnp.where(batch.mask, mean, 0.0) + (sloped - lax.stop_gradient(sloped))
     per_token = _clipped_surrogate(log_ratio, advantages, clip_low_threshold, clip_high_threshold)
     return jnp.sum(per_token), per_token
 

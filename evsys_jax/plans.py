@@ -11,6 +11,8 @@ Layout: TypeAlias = Literal["padded", "packed"]
 
 MIN_ROWS = 8
 MIN_WIDTH = 32
+MAX_POSITIONS = 2**20
+"""Padded positions on the device at a time, where a whole run goes through: about 25 MB."""
 
 
 def bucket(count: int, minimum: int) -> int:

@@ -162,6 +162,8 @@ class RaggedRows:
         total = int(ends[-1]) if len(ends) else 0
         while size > MIN_FLAT and size // 2 >= total + room:
             size //= 2
+        if size >= np.iinfo(np.int32).max:
+            raise ValueError(f"a batch of {size} tokens is more than int32 can index")
         starts = np.zeros(slots.shape, np.int32)
         starts[slots >= 0] = ends - lengths
         spans = self._spans(order)
@@ -364,7 +366,9 @@ def _extends(prompt: Any, before: Any, completion: Any) -> bool:
     if len(prompt) < end:
         return False
     if isinstance(prompt, list) and isinstance(before, list) and isinstance(completion, list):
-        return prompt[:middle] == before and prompt[middle:end] == completion
+        # True and 2.0 equal 1 and 2, but are no tokens: such a prompt is left to the checks.
+        same = prompt[:middle] == before and prompt[middle:end] == completion
+        return same and set(map(type, prompt[:end])) <= {int}
     whole, head, tail = np.asarray(prompt), np.asarray(before), np.asarray(completion)
     if _address(whole) == _address(head) and _address(tail) == _address(whole) + 4 * middle:
         return True  # views into one array of int32, as a capture build hands them out

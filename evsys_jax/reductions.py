@@ -4,7 +4,9 @@ A loss that sums over tokens becomes a mean when each token's advantage is divid
 count. The counts are those of the whole batch. A step that is cut into micro-batches counts once,
 with `count_live`, and hands the counts to every `reduce_by`; the micro-batch losses then add up
 to the same mean, and so do their gradients. Arrays that lie on several devices, or hosts, need no
-counts: the sums inside `reduce_by` run over all of them.
+counts: the sums inside `reduce_by` run over all of them. Micro-batches of several hosts do: each
+host counts all rows of the step, or the counts are added up between them; `count_live` does not
+gather.
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ def reduce_by(
         checks.check_choice("by", by, _NAMES)
         weights = _unit_weights(batch, by, counts)
     else:
-        if isinstance(by, int | float) and not (0.0 < by < float("inf")):
+        if not isinstance(by, jax.core.Tracer) and not (0.0 < float(by) < float("inf")):
             raise ValueError(f"a loss cannot be divided by {by!r}")
         weights = jnp.where(batch.segment_ids > 0, jnp.asarray(1.0 / by, jnp.float32), 0.0)
     before = batch.weights * weights if isinstance(batch, ReducedBatch) else weights

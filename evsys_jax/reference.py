@@ -139,6 +139,10 @@ def compute_advantages(
     if scale == "batch_std":
         spread = deviation(of_voters)
         advantages = [[_divide(advantage, spread) for advantage in row] for row in advantages]
+    for g, row in enumerate(advantages):
+        for n, advantage in enumerate(row):
+            if not math.isfinite(advantage):
+                raise ValueError(f"group {g}, trajectory {n}: advantage {advantage} is not finite")
     return advantages
 
 

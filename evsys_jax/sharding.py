@@ -75,7 +75,8 @@ def from_process_local(
     has, rounded up to the devices that it has on the axis, with filler as in `shard`.
 
     Args:
-      batch: the rows of this process. T and S must be the same everywhere: give `pack` a width.
+      batch: the rows of this process. T must be the same everywhere: give `pack` a width. S, which
+        depends on the plan of a packed batch, is filled up to the largest.
       mesh: devices of all processes, the same mesh everywhere.
       axis: the mesh axis to lay the rows over.
       renumber_groups: each process has numbered its groups from 0, as `pack` does; add to
@@ -86,16 +87,17 @@ def from_process_local(
       The global batch: the rows of process 0, its filler, the rows of process 1 and so on.
 
     Raises:
-      ValueError: the mesh has no such axis; T or S differ between processes, with the sizes.
+      ValueError: the mesh has no such axis; T differs between processes, with the sizes.
     """
     _axis_size(mesh, axis)
     host = jax.tree.map(np.asarray, batch)
     groups = int(np.max(host.segment_group, initial=-1)) + 1
     own = np.array([*batch.shape, batch.segment_group.shape[1], groups], np.int32)
     sizes = np.reshape(multihost_utils.process_allgather(own), (-1, 4))
-    if np.any(sizes[:, 1:3] != sizes[0, 1:3]):
-        shapes = ", ".join(f"{p}: T={t}, S={s}" for p, (_, t, s, _) in enumerate(sizes.tolist()))
-        raise ValueError(f"processes disagree on the shape of a row ({shapes})")
+    if np.any(sizes[:, 1] != sizes[0, 1]):
+        shapes = ", ".join(f"{p}: T={t}" for p, (_, t, _, _) in enumerate(sizes.tolist()))
+        raise ValueError(f"processes disagree on the width of a row ({shapes})")
+    host = _fill_segments(host, int(sizes[:, 2].max()))
     if renumber_groups:
         before = sizes[: jax.process_index(), 3].sum(dtype=np.int32)
         group = host.segment_group
@@ -114,6 +116,17 @@ def _axis_size(mesh: Mesh, axis: str) -> int:
     if axis not in mesh.shape:
         raise ValueError(f"the mesh has axes {', '.join(map(repr, mesh.shape))}, not {axis!r}")
     return int(mesh.shape[axis])
+
+
+def _fill_segments(batch: Batch, segments: int) -> Batch:
+    """Add segments that hold nothing to every row of a host batch, up to S = `segments`."""
+    added = [(0, 0), (0, segments - batch.segment_lengths.shape[1])]
+    columns: dict[str, Any] = {
+        name: np.pad(getattr(batch, name), added, constant_values=-1) for name in _INDICES
+    }
+    lengths = np.pad(batch.segment_lengths, added)
+    filled: Batch = replace(batch, segment_lengths=lengths, **columns)
+    return filled
 
 
 def _fill_rows(batch: Batch, count: int) -> Batch:

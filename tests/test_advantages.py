@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evsys_jax import reference
+from evsys_jax.advantage_inputs import trajectory_advantages
 from evsys_jax.advantages import Rewards, centre, group_advantages
-from evsys_jax.batch import pack, trajectory_advantages
+from evsys_jax.batch import pack
 from evsys_jax.ragged import trajectory_table
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup
 

@@ -9,7 +9,9 @@ import pytest
 from generators import random_groups
 
 from evsys_jax import batch as batch_module
+from evsys_jax import reference
 from evsys_jax.batch import pack
+from evsys_jax.data_processing import assemble_training_data, compute_advantages
 from evsys_jax.ragged import ragged_rows
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 
@@ -104,7 +106,7 @@ def test_advantages_may_be_given_per_position():
     with pytest.raises(ValueError, match=r"row 1: 1 positions but advantages of shape \(2,\)"):
         pack(groups, advantages=[np.ones(2), np.ones(2)])
     with pytest.raises(ValueError, match="2 rows but 1 arrays"):
-        pack(groups, advantages=[np.ones(2)])
+        pack(groups, advantages=[np.ones(3)])
     with pytest.raises(ValueError, match=r"row 0: advantages\[1\]"):
         pack(groups, advantages=[np.array([1.0, np.nan]), np.ones(1)])
 
@@ -115,9 +117,69 @@ def test_positional_advantages_are_zero_on_the_prompt():
     assert np.asarray(batch.advantages)[0, :3].tolist() == [0, 0, 7]
 
 
+def test_arrays_of_advantages_that_could_be_either_are_refused():
+    masked = Trajectory([], 0.0, trains=False)
+    group = TrajectoryGroup([masked, Trajectory([Turn([1], [2, 3], [-1.0, -1.0])])])
+    with pytest.raises(ValueError, match="fit the rows and the groups alike"):
+        pack([group], advantages=[np.array([9.0, 1.0])])
+    assert np.asarray(pack([group], advantages=[[9.0, 1.0]]).advantages)[0, :2].tolist() == [1, 1]
+    datums, _ = assemble_training_data([group], [np.array([9.0, 1.0])])
+    assert datums[0].loss_fn_inputs["advantages"].tolist() == [1.0, 1.0]
+
+
+def test_numbers_per_trajectory_may_come_as_arrays():
+    batch = pack([group_of(1, 2, 3)], advantages=np.array([[1.0, 2.0, 3.0]]))
+    assert np.asarray(batch.advantages).max(axis=1)[:3].tolist() == [1, 2, 3]
+
+
+def test_advantages_of_those_who_do_not_train_are_not_looked_at():
+    group = TrajectoryGroup(
+        [Trajectory([], 0.0, trains=False), Trajectory([Turn([1], [2], [-1.0])])]
+    )
+    assert pack([group], advantages=[[None, 1.0]]).advantages[0, 0] == 1
+
+
 def test_rewards_that_float32_cannot_hold_are_named():
-    with pytest.raises(ValueError, match="group 0, trajectory 1: reward"):
+    with pytest.raises(ValueError, match="group 0, trajectory 0: the rewards of the group give"):
         pack([group_of(1, 1, reward=1e39)])
+    assert float(np.asarray(pack([group_of(1, 1, reward=1.2e38)]).advantages).max()) > 5e37
+    mute = TrajectoryGroup([Trajectory([Turn([1], [2], [-1.0])]), Trajectory([], 1e39)])
+    mute.trajectories[1].trains = False
+    with pytest.raises(ValueError, match="group 0, trajectory 0"):
+        pack([mute])
+    tiny = [Trajectory([], 0.0), Trajectory([], 1e-45), Trajectory([Turn([1], [2], [-1.0])], 1.0)]
+    tiny[2].votes = False
+    with pytest.raises(ValueError, match="group 0, trajectory 2"):
+        pack([TrajectoryGroup(tiny)], scale="group_std")
+
+
+def test_advantages_that_overflow_double_precision_are_named():
+    group = TrajectoryGroup([Trajectory([], 1.7e308), Trajectory([], -1.7e308)])
+    for compute in (compute_advantages, reference.compute_advantages):
+        with pytest.raises(ValueError, match="group 0, trajectory 0: advantage"):
+            compute([group])
+
+
+@pytest.mark.parametrize("pad_token", [-1, 2**31])
+def test_a_pad_token_is_a_token(pad_token):
+    with pytest.raises(ValueError, match="pad_token="):
+        pack([group_of(1)], pad_token=pad_token)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_kernels_run_without_jit(layout):
+    groups = random_groups(2)
+    jitted = pack(groups, layout=layout, width=64)
+    with jax.disable_jit():
+        plain = pack(groups, layout=layout, width=64)
+    for one, other in zip(jax.tree.leaves(jitted), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_occupancy():
+    counts = pack([group_of(*[40] * 9)], layout="packed", width=128).occupancy()
+    assert counts == {"rows": 3, "segments": 9, "positions": 360, "share": 360 / 384}
+    assert pack([]).occupancy()["share"] == 0.0
 
 
 def test_a_subset_of_rows_keeps_the_baseline_of_its_group():

@@ -66,7 +66,15 @@ def test_nothing_trains(tmp_path):
     result = invoke("build", path, "--out", tmp_path / "out")
     assert result.exit_code == 1
     assert "no_generation" in result.stdout
-    assert not (tmp_path / "out" / "rows.parquet").exists()
+    assert len(read_rows(tmp_path / "out" / "rows.parquet")) == 0
+
+
+def test_a_run_that_trains_nothing_leaves_no_stale_rows(tmp_path):
+    assert invoke("build", EXAMPLE, "--out", tmp_path).exit_code == 0
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text('{"_ng_task_index": 0, "_ng_rollout_index": 0, "reward": 1}\n')
+    assert invoke("build", path, "--out", tmp_path).exit_code == 1
+    assert len(read_rows(tmp_path / "rows.parquet")) == 0
 
 
 @pytest.mark.parametrize("command", ["build", "verify"])

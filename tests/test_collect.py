@@ -107,6 +107,7 @@ faults = [
     (record(reward=None), "unscored", ""),
     (record(reward=nan), "bad_reward", "nan"),
     (record(reward="1"), "bad_reward", "'1'"),
+    (record(reward=1e300), "bad_reward", "1e\\+300"),
     (record(items=[]), "no_generation", ""),
     (record(items=[item([1], [])]), "no_generation", ""),
     (record(response=None), "no_generation", ""),
@@ -146,6 +147,24 @@ def test_one_bad_rollout_masks_itself_and_nobody_else(bad, reason, detail):
     assert account.balanced
     assert account.trained == int(np.asarray(pack(groups).mask).sum()) == 63 * 3
     assert report.account.as_dict() == account.as_dict()
+
+
+def test_the_account_follows_what_is_masked_later():
+    items = [item([1], [2, 3, 4, 5])]
+    records = [
+        record(),
+        record(rollout=1, items=items),
+        record(rollout=2, reward=None),
+        record(rollout=3, mask_sample=True),
+        record(rollout=4),
+    ]
+    groups, report = collect(records)
+    groups[0].trajectories[4].trains = False
+    rows = ragged_rows(groups).without_overlong(3)
+    account = report.account_of(rows)
+    assert account.balanced
+    assert account.masked == {"unscored": 3, "mask_sample": 3, "not_training": 3, "overlong": 4}
+    assert account.trained == int(np.asarray(pack(rows).mask).sum())
 
 
 def test_a_masked_rollout_keeps_its_place():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pandas as pd
@@ -89,6 +91,28 @@ def test_a_file_appears_only_when_it_is_whole(tmp_path):
         fail_half_way()
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.parquet"]
     assert path.read_bytes() == b"yesterday's"
+
+
+def test_a_narrowed_mask_takes_its_advantages_with_it(tmp_path):
+    rows = ragged_rows([TrajectoryGroup([Trajectory([Turn([1], [2, 3], [-1.0] * 2)], 1.0)])])
+    batch = pack(rows)
+    with RowWriter(tmp_path / "rows.parquet") as writer:
+        writer.write(replace(batch, mask=batch.mask & (batch.positions > 0)), rows)
+    stored = pq.read_table(tmp_path / "rows.parquet")
+    assert stored["advantages"].to_pylist() == [[0.0, 1.0]]
+    assert stored["advantage"].to_pylist() == [1.0]
+
+
+def test_a_column_of_another_type_is_named(tmp_path):
+    path = tmp_path / "rows.parquet"
+    rows = ragged_rows([TrajectoryGroup([Trajectory([Turn([1], [2], [-1.0])])])])
+    with RowWriter(path) as writer:
+        writer.write(pack(rows), rows)
+    table = pq.read_table(path)
+    wide = table["logprobs"].cast(pa.list_(pa.float64()))
+    pq.write_table(table.set_column(2, "logprobs", wide), path)
+    with pytest.raises(ValueError, match=r"column 'logprobs' is list<.*double>, not list<.*float>"):
+        read_rows(path)
 
 
 def test_files_of_another_kind_are_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,7 +129,7 @@ def test_unpack_undoes_from_datums(seed, rows):
 @pytest.mark.parametrize("key", ["mask", "weights"])
 @pytest.mark.parametrize("dtype", [np.float32, np.int64])
 def test_a_datums_own_mask_goes_in_and_comes_out(key, dtype):
-    row = reference.Row([1, 2], [2, 3], [-1.0, 0.0], [0.5, 0.0], [], 0, 0, 0)
+    row = reference.Row([1, 2], [2, 3], [-1.0, 0.0], [0.0, 0.5], [], 0, 0, 0)
     datum = plain_datum(row, **{key: np.array([0, 1], dtype)})
     batch = from_datums([datum])
     assert np.asarray(batch.mask)[0, :2].tolist() == [False, True]
@@ -137,10 +138,10 @@ def test_a_datums_own_mask_goes_in_and_comes_out(key, dtype):
 
 
 def test_where_the_mask_comes_from():
-    row = reference.Row([1, 2, 3], [2, 3, 4], [0.0, 0.0, -1.0], [0.0, 0.5, 0.0], [], 0, 0, 0)
+    row = reference.Row([1, 2, 3], [2, 3, 4], [0.0, -2.0, -1.0], [0.0, 0.0, 0.5], [], 0, 0, 0)
     datum = plain_datum(row)
     assert np.asarray(from_datums([datum]).mask)[0, :3].tolist() == [False, True, True]
-    batch = from_datums([datum], prompt_lengths=[3])
+    batch = from_datums([datum], prompt_lengths=np.array([3]))
     assert np.asarray(batch.mask)[0, :3].tolist() == [False, False, True]
     assert equal(unpack(batch)[0][0], datum)
     assert unpack(batch)[1] == [DatumMetadata(0)]
@@ -191,6 +192,38 @@ def test_other_refusals():
         from_datums([plain_datum(good)], prompt_lengths=[1, 1])
     with pytest.raises(ValueError, match="1 Datums but 0 metadata"):
         from_datums([plain_datum(good)], metadata=[])
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_narrowed_mask_takes_its_advantages_with_it(layout):
+    groups = [TrajectoryGroup([Trajectory([Turn([1], [2, 3, 4], [-1.0] * 3)])])]
+    batch = pack(groups, advantages=[[0.5]], layout=layout)
+    narrow = replace(batch, mask=batch.mask & (batch.positions != 1))
+    (datum,), _ = unpack(narrow)
+    assert datum.loss_fn_inputs["advantages"].tolist() == [0.5, 0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_tokens": np.array([-2, 3])}, "target_tokens holds what is no integer"),
+        ({"target_tokens": np.array([2.0, 3.0], np.float32)}, "target_tokens holds what is no"),
+        ({"logprobs": np.array([np.nan, 0], np.float32)}, "logprobs holds what is no finite"),
+        ({"advantages": np.array([0, 1])}, "advantages holds what is no finite float32"),
+        (
+            {"mask": np.array([1, 0]), "advantages": np.array([0.5, 0.5], np.float32)},
+            r"advantages\[1\] is not zero where the mask is off",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_are_named(changes, message):
+    with pytest.raises(ValueError, match=f"Datum 0: {message}"):
+        from_datums([spoiled(**changes)])
+
+
+def test_the_kind_of_tokens_is_checked():
+    with pytest.raises(ValueError, match="tokens='foo'"):
+        unpack(pack([]), tokens="foo")
 
 
 def test_no_datums():

@@ -54,3 +54,14 @@ def test_the_face_hands_out_all_its_names():
 def test_collect_stays_the_function():
     code = "import evsys_jax.collect\nfrom evsys_jax import collect\nassert callable(collect)"
     assert not loaded_after(code)
+
+
+def test_without_the_extra_the_command_says_what_to_install():
+    code = (
+        "import sys\nsys.modules['typer'] = None\nfrom evsys_jax import *\n"
+        "from evsys_jax.__main__ import main\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "needs typer: pip install 'evsys_jax[cli]'" in done.stderr

@@ -13,6 +13,7 @@ from evsys_jax import losses
 from evsys_jax.batch import pack
 from evsys_jax.ragged import ragged_rows
 from evsys_jax.reductions import ReducedBatch, count_live, reduce_by
+from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 
 KEYWORDS = {
     "importance_sampling": {},
@@ -336,3 +337,14 @@ def test_reduced_batch_is_a_pytree_with_every_field():
     again = jax.tree.map(lambda x: x, reduced)
     assert isinstance(again, ReducedBatch) and again.wire_mask == batch.wire_mask
     assert len(jax.tree.leaves(reduced)) == len(jax.tree.leaves(batch)) + 1
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_a_token_that_the_learner_rules_out_weighs_nothing(run, name):
+    rows = pack([TrajectoryGroup([Trajectory([Turn([1], [2, 3], [-1.0, -1.0])], 1.0)])], width=2)
+    bounds = {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0} if name == "gspo" else {}
+    loss = getattr(losses, name)
+    learner = jnp.where(rows.mask & (rows.positions == 0), -jnp.inf, -1.0).astype(jnp.float32)
+    value, gradient = run(jax.value_and_grad(lambda x: loss(x, rows, **bounds)[0]))(learner)
+    assert bool(jnp.isfinite(value))
+    assert bool(jnp.isfinite(gradient).all())

@@ -114,7 +114,9 @@ def test_five_hundred_mixed_rows_fill_their_batch():
     assert sorted(slots[slots >= 0]) == list(range(500))
     assert sizes.sum() / (len(slots) * width) >= 0.95
     batch = pack([group_of(*sizes)], layout="packed", width=width)
-    assert np.asarray(batch.segment_lengths).sum() == sizes.sum()
+    counts = batch.occupancy()
+    assert (counts["segments"], counts["positions"]) == (500, sizes.sum())
+    assert counts["share"] >= 0.95
 
 
 @given(sizes=st.lists(st.integers(1, 50), max_size=60), capacity=st.integers(50, 80))
@@ -173,6 +175,13 @@ def test_packed_batches_of_a_stream_share_programs():
     for _ in range(20):
         pack([group_of(*rng.integers(1, 60, 40))], layout="packed", width=256)
     assert batch_module._pack._cache_size() <= 3  # batch rows 8 or 16, segments 8 or 16
+
+
+def test_microbatches_of_a_stream_share_programs():
+    batch_module._pack.clear_cache()
+    for count in range(50, 70):
+        list(microbatches(ragged_rows([group_of(*[20] * count)]), max_tokens=100 * 32))
+    assert batch_module._pack._cache_size() <= 2  # 64 or 100 batch rows
 
 
 def test_attention_stays_inside_its_segment(run):

@@ -144,6 +144,14 @@ def test_merged_rows_and_where_they_break():
     assert rows.turn.tolist() == [0, 3]
 
 
+@pytest.mark.parametrize("prefix", [[1, 2, True], [1.0, 2, 3], [1, 2.0, 3]])
+def test_a_repeated_prefix_is_checked_too(prefix):
+    turns = [Turn([1, 2], [prefix[2] if prefix[2] is not True else 1], [-0.1])]
+    turns.append(Turn([*prefix, 4], [5], [-0.2]))
+    with pytest.raises(ValueError, match=r"turn 1: prompt_tokens\[\d\]"):
+        rows_of(*turns, rows="merged")
+
+
 def test_views_into_one_array_merge_without_being_compared():
     tokens = np.arange(100, dtype=np.int32)
     logprobs = -np.ones(100, np.float32)

@@ -165,5 +165,10 @@ def test_two_processes_take_the_same_step(single, tmp_path):
         assert len(result["tokens"]) == len(part)  # unshard brought down its own rows only
         own = pack(rows.take(part), width=32).target_tokens[: len(part)]
         np.testing.assert_array_equal(result["tokens"], own)
-        assert "0: T=32, S=1, 1: T=33, S=1" in result["error"]
+        assert "0: T=32, 1: T=33" in result["error"]
+        assert result["laid_segments"] == max(r["segments"] for r in results)
     assert [result["groups"] for result in results] == [[0, 1], [2, 3, 4]]
+    assert results[0]["segments"] < results[1]["segments"]
+    for result, part, count in zip(results, parts, (1, 5), strict=True):
+        alone = pack(rows.take(part[:count]), width=128, layout="packed")
+        assert result["packed_tokens"] == int(np.asarray(alone.mask).sum())

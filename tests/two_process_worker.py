@@ -29,6 +29,12 @@ def main(rank: int, port: str, out: str) -> None:
     batch = from_process_local(local, mesh, renumber_groups=False)
     result = step(batch)
     mine = unshard(batch)
+    # Packed, the two halves need different numbers of segments.
+    packed = pack(rows.take(halves(rows)[rank][: 1 + 4 * rank]), width=128, layout="packed")
+    result["segments"] = packed.segment_lengths.shape[1]
+    laid = from_process_local(packed, mesh, renumber_groups=False)
+    result["laid_segments"] = laid.segment_lengths.shape[1]
+    result["packed_tokens"] = int(unshard(laid).mask.sum())
     result["tokens"] = np.asarray(mine.target_tokens).tolist()
     result["rows"] = batch.shape[0]
     other = from_process_local(pack(drawn_rows(rank, groups=2 + rank), width=32), mesh)
