@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 MAX_POSITIONS = 2**20
 """Padded positions on the device at a time, about 25 MB."""
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: loading rich takes longer than all the rest
+    context_settings={"max_content_width": 100},
+)
 
 
 class Rows(StrEnum):
