@@ -74,7 +74,9 @@ def run_jobs(
       NotADirectoryError: a capture directory does not exist.
     """
     if captures is None:
-        yield from ((carried, None) for carried, _ in jobs)
+        for carried, _ in jobs:
+            yield carried, None
+            del carried
     elif isinstance(captures, TokenSource):
         yield from _await_builds(jobs, captures)
     else:
@@ -88,6 +90,7 @@ def run_jobs(
         else:
             for carried, job in jobs:
                 yield carried, _build(job, directories)
+                del carried, job
 
 
 def _build(job: CaptureJob | None, directories: list[Path]) -> RolloutBuild | None:

@@ -154,6 +154,8 @@ def collect(
         _account(report.account, turns, verdict, build)
         if on_record is not None:
             on_record(len(report.verdicts))
+        # Before the next is read: two parsed records at once are twice the memory.
+        del reading, build, turns
     return [TrajectoryGroup(members) for members in groups.values()], report
 
 
@@ -185,6 +187,7 @@ def _read(
                 mask_incomplete_when_attributed=mask_incomplete_when_attributed,
             )
         yield _Reading(verdict, record, fault), job
+        del record, job
 
 
 def _decide(reading: _Reading, build: RolloutBuild | None) -> list[Turn]:

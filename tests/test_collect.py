@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +204,25 @@ def test_a_file_with_bad_lines(tmp_path):
         (6, "unreadable_record"),
     ]
     assert len(groups) == 1
+
+
+def test_one_parsed_record_is_held_at_a_time(tmp_path):
+    # Each token is an object when it is parsed, and stays as 8 bytes.
+    chain = list(range(1000, 2000))
+    items = [item(chain[:end], chain[end : end + 20]) for end in range(20, 980, 20)]
+
+    def peak(rollouts):
+        path = tmp_path / f"{rollouts}.jsonl"
+        path.write_text("".join(json.dumps(record(0, n, items)) + "\n" for n in range(rollouts)))
+        tracemalloc.start()
+        _, report = collect(path)
+        highest = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert report.account.trained == rollouts * len(items) * 20
+        return highest
+
+    peak(1)  # whatever loads on first use
+    assert peak(4) < 1.2 * peak(1)
 
 
 def test_a_missing_file_is_an_error(tmp_path):
