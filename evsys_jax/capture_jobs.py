@@ -24,6 +24,9 @@ Captures: TypeAlias = str | PathLike[str] | Sequence[str | PathLike[str]] | Toke
 CHUNK = 8
 """Rollouts handed to a worker process, or awaited, at a time."""
 
+_AHEAD = 8
+"""Chunks per process that may wait for an earlier one."""
+
 
 class CaptureJob(NamedTuple):
     """What the build of one rollout needs to know.
@@ -65,7 +68,7 @@ def run_jobs(
     Args:
       jobs: (anything, job) pairs; a job of None builds nothing.
       captures: a capture directory, several, or a `TokenSource`; None builds nothing.
-      workers: processes that build, for directories.
+      workers: processes that build, this one among them, for directories.
 
     Yields:
       (what came with the job, its build), in order. A build never raises; it is masked instead.
@@ -108,15 +111,41 @@ def _build_chunk(
 def _share_builds(
     jobs: Iterable[tuple[Any, CaptureJob | None]], directories: list[Path], workers: int
 ) -> Iterator[tuple[Any, RolloutBuild | None]]:
-    """Hand chunks to worker processes, a few ahead of what is asked for."""
+    """Share chunks between this process and `workers` - 1 others, ahead of what is asked for.
+
+    Starting a process takes as long as dozens of builds, and this one would only wait.
+    """
+    stream = iter(jobs)
+    waiting: deque[_Shared] = deque()
     # A fresh interpreter: a fork would take over JAX's threads in an unknown state.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers - 1, mp_context=context) as pool:
+        while True:
+            while len(waiting) < _AHEAD * workers and (chunk := list(islice(stream, CHUNK))):
+                waiting.append(_Shared(chunk))
+            if not waiting:
+                return
+            # Two for each process, so that one is at hand when one is done.
+            begun = sum(each.future is not None and not each.future.done() for each in waiting)
+            free = [each for each in waiting if each.future is None]
+            for each in free[1 : 1 + max(0, 2 * (workers - 1) - begun)]:
+                each.future = pool.submit(_build_chunk, each.jobs, directories)
+            head = waiting[0]
+            if free and not (head.future is not None and head.future.done()):
+                free[0].future = Future()
+                free[0].future.set_result(_build_chunk(free[0].jobs, directories))
+            elif head.future is not None:
+                waiting.popleft()
+                yield from zip(head.carried, head.future.result(), strict=True)
 
-        def submit(chunk: list[tuple[Any, CaptureJob | None]]) -> Future[Any]:
-            return pool.submit(_build_chunk, [job for _, job in chunk], directories)
 
-        yield from _in_order(jobs, submit, ahead=2 * workers)
+class _Shared:
+    """A chunk of jobs, and its builds once someone has begun them."""
+
+    def __init__(self, chunk: list[tuple[Any, CaptureJob | None]]) -> None:
+        self.carried = [carried for carried, _ in chunk]
+        self.jobs = [job for _, job in chunk]
+        self.future: Future[list[RolloutBuild | None]] | None = None
 
 
 def _await_builds(

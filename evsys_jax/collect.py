@@ -120,7 +120,7 @@ def collect(
         their tokens.
       mask_incomplete_when_attributed: False keeps a rollout of which a call is lost, where the
         chain of its scored call was delivered whole.
-      workers: processes that read capture directories.
+      workers: processes that read capture directories, this one among them.
       on_record: called with the number of records done, after each.
 
     Returns:

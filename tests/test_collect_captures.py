@@ -8,6 +8,7 @@ import gc
 import numpy as np
 import pytest
 
+from evsys_jax import capture_jobs
 from evsys_jax.batch import pack
 from evsys_jax.capture import (
     TokenCaptureSnapshot,
@@ -259,6 +260,27 @@ def test_workers_give_what_one_process_gives(tmp_path):
         "unreadable_record",
     }
     check_account(shared, other)
+
+
+def test_chunks_are_shared_in_order_with_this_process_at_work_too(tmp_path, monkeypatch):
+    names = [f"0-{n}" for n in range(30)]
+    fill(tmp_path, {name: two_turns(name) for name in names})
+    built_here = []
+
+    def build(job, directories):
+        built_here.append(job.rollout_id)
+        return original(job, directories)
+
+    original = capture_jobs._build
+    monkeypatch.setattr(capture_jobs, "_build", build)
+    monkeypatch.setattr(capture_jobs, "CHUNK", 2)
+    monkeypatch.setattr(capture_jobs, "_AHEAD", 3)
+    jobs = [(name, capture_jobs.CaptureJob(name, {})) for name in names]
+    results = list(capture_jobs.run_jobs(jobs, tmp_path, workers=2))
+    assert [carried for carried, _ in results] == names
+    assert [build.rollout_id for _, build in results] == names
+    assert all(build.trains for _, build in results)
+    assert 0 < len(built_here) < len(names)
 
 
 def test_a_record_keeps_the_tokens_that_it_carries(tmp_path):
