@@ -5,12 +5,11 @@ Run: python benchmarks/assemble.py [--repeats 7]
 
 from __future__ import annotations
 
-import argparse
 import time
 from functools import partial
 
 import tinker
-from harness import SCALES, describe, make_groups, measure
+from harness import SCALES, TINY, arguments, conclude, describe, make_groups, measure
 
 from evsys_jax import reference
 from evsys_jax.data_processing import assemble_training_data
@@ -33,14 +32,14 @@ def reference_datums(groups, advantages):
 
 def main() -> None:
     """Print one line per scale."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
+    options = arguments(__doc__)
+    repeats = options.repeats
     print(describe("jax", "numpy", "tinker"))
     print(f"median (minimum) of {repeats} interleaved repeats, in ms")
     print(f"{'':12}{'rows':>6}{'positions':>11}  {'reference':>16}", end="")
     print(f"{'lists':>16}{'ratio':>7}{'arrays':>16}{'ratio':>7}{'compile':>9}")
-    for name, scale in SCALES.items():
+    ratios: dict[str, list[str]] = {"lists": [], "arrays": []}
+    for name, scale in (TINY if options.quick else SCALES).items():
         lists = make_groups(**scale, arrays=False)
         arrays = make_groups(**scale, arrays=True)
         advantages = reference.compute_advantages(lists)
@@ -60,8 +59,15 @@ def main() -> None:
         base = times["reference"][0]
         print(f"{name:12}{len(datums):6,}{positions:11,}  {cells['reference']:>16}", end="")
         for key in ("lists", "arrays"):
-            print(f"{cells[key]:>16}{base / times[key][0]:6.1f}x", end="")
+            ratios[key].append(f"{base / times[key][0]:.1f}x")
+            print(f"{cells[key]:>16}{ratios[key][-1]:>7}", end="")
         print(f"{max(first - times['lists'][0], 0):8.2f}s")
+    for key, values in ratios.items():
+        conclude(
+            f"`assemble_training_data`, Turns of {key}: {', '.join(SCALES)}",
+            ", ".join(values),
+            "speed over the plain reference, which starts from lists",
+        )
 
 
 if __name__ == "__main__":

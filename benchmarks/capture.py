@@ -21,10 +21,8 @@ interleaved; medians and minima are printed, and the ratio of each to `orjson.lo
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
-import platform
 import statistics
 import tempfile
 import time
@@ -34,9 +32,9 @@ from typing import Any
 
 import numpy as np
 import orjson
+from harness import arguments, conclude, describe
 from numpy.typing import NDArray
 
-import evsys_jax
 from evsys_jax.capture import (
     TokenCaptureSnapshot,
     TokenCaptureStore,
@@ -56,20 +54,14 @@ SIZES = {8: 8, 40: 2}  # turns per rollout: rollouts
 
 def main() -> None:
     """Measure the four kinds of capture and print one table each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9, help="at least 7")
-    parser.add_argument("--stages", action="store_true", help="where the time goes")
-    arguments = parser.parse_args()
-    repeats = max(7, arguments.repeats)
-    print(
-        f"evsys_jax {evsys_jax.__version__}, python {platform.python_version()}, "
-        f"numpy {np.__version__}, orjson {orjson.__version__}, {platform.machine()}, "
-        f"{repeats} interleaved repeats, seed 0"
-    )
-    for turns, rollouts in SIZES.items():
+    options = arguments(__doc__, repeats=9, stages="where the time goes")
+    repeats = options.repeats
+    print(describe("numpy", "orjson"))
+    print(f"{repeats} interleaved repeats, seed 0")
+    for turns, rollouts in ({3: 1} if options.quick else SIZES).items():
         for delta in (False, True):
             with tempfile.TemporaryDirectory() as directory:
-                measure(Path(directory), turns, rollouts, delta, repeats, arguments.stages)
+                measure(Path(directory), turns, rollouts, delta, repeats, options.stages)
 
 
 def measure(
@@ -131,6 +123,9 @@ def measure(
             f"{tokens / median / 1e6:8.2f}{median / statistics.median(base):7.2f}"
             f"{least / min(base):8.2f}"
         )
+    for name in list(readers)[1:]:
+        figure = f"{statistics.median(times[name]) / statistics.median(base):.2f}x"
+        conclude(f"`{name}`, {turns} turns, {kind}", figure, "time over `orjson.loads` alone")
 
 
 def make_stages(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import platform
@@ -12,6 +13,7 @@ from importlib.metadata import version
 
 import numpy as np
 
+import evsys_jax
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 
 SCALES = {
@@ -20,6 +22,32 @@ SCALES = {
     "many short": {"groups": 256, "rollouts": 16, "turns": 1, "tokens": 150},
 }
 """`balanced` is 256 rollouts of 4 turns, about 1,200 tokens a row."""
+
+TINY = {name: {"groups": 2, "rollouts": 2, "turns": 2, "tokens": 60} for name in SCALES}
+"""All alike, so that a trial run compiles little."""
+
+
+def arguments(question: str | None, repeats: int = 7, **flags: str) -> argparse.Namespace:
+    """Read the options that every benchmark has: `repeats`, and `quick` for a trial run.
+
+    Args:
+      question: the benchmark's docstring.
+      repeats: the default.
+      **flags: further switches, name to help.
+    """
+    parser = argparse.ArgumentParser(description=(question or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--quick", action="store_true", help="tiny data, one repeat: no figures")
+    for name, meaning in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=meaning)
+    parsed = parser.parse_args()
+    parsed.repeats = 1 if parsed.quick else parsed.repeats
+    return parsed
+
+
+def conclude(measure: str, figure: str, meaning: str) -> None:
+    """Print one row of the table of results in README.md."""
+    print(f"| {measure} | {figure} | {meaning} |")
 
 
 def make_groups(
@@ -71,12 +99,18 @@ def measure(
 
 
 def describe(*packages: str) -> str:
-    """Name the machine, the device and the versions that a figure belongs to."""
-    import jax
+    """Name the machine, the device and the versions that a figure belongs to.
 
+    Where jax is not among the packages it is not loaded, and no device is in play.
+    """
+    device = ""
+    if "jax" in packages:
+        import jax
+
+        first = jax.devices()[0]
+        device = f" JAX on {first.platform} ({first.device_kind}),"
     versions = " ".join(f"{package} {version(package)}" for package in packages)
-    device = jax.devices()[0]
     return (
-        f"{platform.machine()}, {os.cpu_count()} cores, {device.platform} ({device.device_kind}),"
-        f" Python {platform.python_version()}, {versions}"
+        f"{platform.machine()}, {os.cpu_count()} cores,{device} Python"
+        f" {platform.python_version()}, evsys_jax {evsys_jax.__version__} {versions}"
     )

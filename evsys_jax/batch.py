@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from typing import Any, Literal, TypeAlias, cast
 
 import chex
@@ -242,8 +243,8 @@ def _chosen_width(rows: RaggedRows, width: int | None, overlong: OverlongPolicy)
     positions = rows.lengths - 1
     if width is None:
         return bucket(int(positions.max(initial=0)), MIN_WIDTH)
-    if width < 1:
-        raise ValueError(f"width={width} holds no position")
+    if not isinstance(width, Integral) or width < 1:
+        raise ValueError(f"width={width} is no number of positions")
     too_long = np.flatnonzero(positions > width)
     if len(too_long) and overlong == "mask":
         logger.warning("%d rows are longer than width %d and left out", len(too_long), width)
@@ -275,8 +276,8 @@ def pack_slots(
         taken = values[chosen] if len(values) else chosen
         return np.where(used, taken, filler).astype(np.int32)
 
-    if not 0 <= pad_token < checks.TOKEN_LIMIT:
-        raise ValueError(f"pad_token={pad_token} is outside [0, 2**31)")
+    if not isinstance(pad_token, Integral) or not 0 <= pad_token < checks.TOKEN_LIMIT:
+        raise ValueError(f"pad_token={pad_token} is no integer in [0, 2**31)")
     token_advantages, rewards, baseline, scale = inputs
     size = len(slots) * (width + slots.shape[1]) + width + 1
     flat, starts = rows.lay(slots, token_advantages, size=size, room=width + 1)

@@ -6,10 +6,15 @@ Results come in the order of the jobs, and only a window of them is held at a ti
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from itertools import islice
 from os import PathLike
 from pathlib import Path
@@ -23,6 +28,12 @@ Captures: TypeAlias = str | PathLike[str] | Sequence[str | PathLike[str]] | Toke
 
 CHUNK = 8
 """Rollouts handed to a worker process, or awaited, at a time."""
+
+_AHEAD = 8
+"""Chunks per process that may wait for an earlier one."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class CaptureJob(NamedTuple):
@@ -69,7 +80,7 @@ def run_jobs(
     Args:
       jobs: (anything, job) pairs; a job of None builds nothing.
       captures: a capture directory, several, or a `TokenSource`; None builds nothing.
-      workers: processes that build, for directories.
+      workers: processes that build, this one among them, for directories.
       freeze: False leaves directories as they are; a `TokenSource` can only freeze.
 
     Yields:
@@ -79,7 +90,9 @@ def run_jobs(
       NotADirectoryError: a capture directory does not exist.
     """
     if captures is None:
-        yield from ((carried, None) for carried, _ in jobs)
+        for carried, _ in jobs:
+            yield carried, None
+            del carried
     elif isinstance(captures, TokenSource):
         yield from _await_builds(jobs, captures)
     else:
@@ -93,6 +106,7 @@ def run_jobs(
         else:
             for carried, job in jobs:
                 yield carried, _build(job, directories, freeze)
+                del carried, job
 
 
 def _build(job: CaptureJob | None, directories: list[Path], freeze: bool) -> RolloutBuild | None:
@@ -113,15 +127,60 @@ def _share_builds(
     workers: int,
     freeze: bool,
 ) -> Iterator[tuple[Any, RolloutBuild | None]]:
-    """Hand chunks to worker processes, a few ahead of what is asked for."""
+    """Share chunks between this process and `workers` - 1 others, ahead of what is asked for.
+
+    Starting a process takes as long as dozens of builds, and this one would only wait.
+    """
+    stream = iter(jobs)
+    waiting: deque[_Shared] = deque()
     # A fresh interpreter: a fork would take over JAX's threads in an unknown state.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers - 1, mp_context=context, initializer=_end_with_parent) as pool:
+        while True:
+            while len(waiting) < _AHEAD * workers and (chunk := list(islice(stream, CHUNK))):
+                waiting.append(_Shared(chunk))
+            if not waiting:
+                return
+            # Two for each process, so that one is at hand when one is done.
+            begun = sum(each.future is not None and not each.future.done() for each in waiting)
+            free = [each for each in waiting if each.future is None]
+            for each in free[1 : 1 + max(0, 2 * (workers - 1) - begun)]:
+                with suppress(BrokenProcessPool):  # then it is built here, when its turn comes
+                    each.future = pool.submit(_build_chunk, each.jobs, directories, freeze)
+            head = waiting[0]
+            if free and not (head.future is not None and head.future.done()):
+                free[0].future = Future()
+                free[0].future.set_result(_build_chunk(free[0].jobs, directories, freeze))
+            elif head.future is not None:
+                waiting.popleft()
+                try:
+                    builds = head.future.result()
+                except Exception as error:
+                    # A build never raises: the worker died, or what it needs does not pickle.
+                    logger.warning("built here, since a worker process failed: %s", error)
+                    builds = _build_chunk(head.jobs, directories, freeze)
+                yield from zip(head.carried, builds, strict=True)
 
-        def submit(chunk: list[tuple[Any, CaptureJob | None]]) -> Future[Any]:
-            return pool.submit(_build_chunk, [job for _, job in chunk], directories, freeze)
 
-        yield from _in_order(jobs, submit, ahead=2 * workers)
+def _end_with_parent() -> None:
+    """Let a worker end when the process that started it does, however that one ended."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+class _Shared:
+    """A chunk of jobs, and its builds once someone has begun them."""
+
+    def __init__(self, chunk: list[tuple[Any, CaptureJob | None]]) -> None:
+        self.carried = [carried for carried, _ in chunk]
+        self.jobs = [job for _, job in chunk]
+        self.future: Future[list[RolloutBuild | None]] | None = None
 
 
 def _await_builds(

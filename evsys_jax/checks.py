@@ -6,7 +6,7 @@ Whoever finds something wrong fast and in bulk comes here for the one error that
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from numbers import Integral, Real
 from typing import Any
 
@@ -18,8 +18,45 @@ FLOAT32_LIMIT = float.fromhex("0x1.ffffffp+127")
 
 
 def as_list(values: Any) -> list[Any]:
-    """Return a list or an array as a list of plain Python numbers."""
-    return list(values.tolist()) if hasattr(values, "tolist") else list(values)
+    """Return a list or an array as a list of plain Python numbers.
+
+    Raises:
+      ValueError: it is no sequence.
+    """
+    if hasattr(values, "tolist"):
+        listed = values.tolist()
+        return listed if isinstance(listed, list) else [listed]
+    return list(sequence(values, "token ids and logprobs"))
+
+
+def sequence(values: Any, name: str) -> Any:
+    """Return `values` where they have a length and an order, else raise ValueError."""
+    unordered = isinstance(values, str | bytes | Set | Mapping)
+    if unordered or not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
+        raise ValueError(f"{name}: a {type(values).__name__} is no sequence")
+    return values
+
+
+def members(groups: Any) -> Iterator[tuple[int, int, Any, str]]:
+    """Yield (group, place in the group, trajectory, words for where that is).
+
+    Raises:
+      ValueError: groups, trajectories or turns are no sequence; a generator could be read once.
+    """
+    for g, group in enumerate(sequence(groups, "groups")):
+        for n, trajectory in enumerate(sequence(group.trajectories, f"group {g}: trajectories")):
+            where = f"group {g}, trajectory {n}"
+            sequence(trajectory.turns, f"{where}: turns")
+            yield g, n, trajectory, where
+
+
+def show(value: Any) -> str:
+    """Return a short `repr`, whatever the value: deep nesting and huge integers have none."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def votes(trajectory: Any) -> bool:
@@ -40,15 +77,20 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def check_reward(reward: Any, where: str) -> float:
     """Return a reward as float, or raise ValueError that names it. Bools and ints are numbers."""
-    if isinstance(reward, str | bytes) or reward is None or not hasattr(reward, "__float__"):
-        raise ValueError(f"{where}: reward {reward!r} is not a number")
-    try:
-        value = float(reward)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{where}: reward {reward!r} is not a number") from error
+    value = _number(reward, f"{where}: reward")
     if not math.isfinite(value):
         raise ValueError(f"{where}: reward {value} is not finite")
     return value
+
+
+def _number(value: Any, what: str) -> float:
+    """Return anything that is a number as a float; text is none, whatever it spells."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise ValueError(f"{what} {show(value)} is not a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{what} {show(value)} is not a number") from error
 
 
 def check_advantages(
@@ -60,16 +102,16 @@ def check_advantages(
       advantages: [G][N_g] floats.
       trains: [G][N_g] bools.
     """
+    sequence(advantages, "advantages")
     if len(trains) != len(advantages):
         raise ValueError(f"{len(trains)} groups but {len(advantages)} lists of advantages")
     for g, (members, row) in enumerate(zip(trains, advantages, strict=True)):
-        if len(members) != len(row):
+        if len(members) != len(sequence(row, f"group {g}: advantages")):
             raise ValueError(f"group {g}: {len(members)} trajectories but {len(row)} advantages")
         for n, (live, advantage) in enumerate(zip(members, row, strict=True)):
-            if live and not abs(float(advantage)) < FLOAT32_LIMIT:
-                raise ValueError(
-                    f"group {g}, trajectory {n}: advantage {advantage!r} is not a finite float32"
-                )
+            where = f"group {g}, trajectory {n}: advantage"
+            if live and not abs(_number(advantage, where)) < FLOAT32_LIMIT:
+                raise ValueError(f"{where} {show(advantage)} is not a finite float32")
 
 
 def match_logprobs(turn: Any, where: str, on_mismatch: str) -> tuple[list[float], bool]:
@@ -90,14 +132,14 @@ def check_turn(turn: Any, logprobs: Sequence[float], where: str) -> None:
             if type(token) is not int and (
                 isinstance(token, bool) or not isinstance(token, Integral)
             ):
-                raise ValueError(f"{where}: {name}[{i}] is {token!r}, not an integer")
+                raise ValueError(f"{where}: {name}[{i}] is {show(token)}, not an integer")
             if not 0 <= int(token) < TOKEN_LIMIT:
-                raise ValueError(f"{where}: {name}[{i}] is {token}, outside [0, 2**31)")
+                raise ValueError(f"{where}: {name}[{i}] is {show(token)}, outside [0, 2**31)")
     for i, logprob in enumerate(logprobs):
         if type(logprob) is not float and (
             isinstance(logprob, bool) or not isinstance(logprob, Real)
         ):
-            raise ValueError(f"{where}: logprobs[{i}] is {logprob!r}, not a number")
+            raise ValueError(f"{where}: logprobs[{i}] is {show(logprob)}, not a number")
         if not abs(logprob) < FLOAT32_LIMIT:
             raise ValueError(f"{where}: logprobs[{i}] is {logprob}, not a finite float32")
 

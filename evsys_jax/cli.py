@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +21,18 @@ import typer
 
 if TYPE_CHECKING:
     from evsys_jax.collect import CollectReport, RolloutVerdict
+    from evsys_jax.dataset import RowWriter
     from evsys_jax.inspection import RolloutSummary
     from evsys_jax.ragged import RaggedRows
     from evsys_jax.rollouts import TrajectoryGroup
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: loading rich takes longer than all the rest
+    context_settings={"max_content_width": 100},
+)
 
 
 class Rows(StrEnum):
@@ -57,8 +65,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line; a request to stop leaves as little behind as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        app()
+    except OSError as error:  # standard output is closed or full
+        print(f"evsys-jax: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 @app.callback()
@@ -90,12 +103,19 @@ def build(
     from evsys_jax.ragged import ragged_rows
 
     ragged = ragged_rows(groups, rows=rows.value, drop_constant=drop_constant)
+    from evsys_jax.dataset import RowWriter
+
+    targets = rows_path, report_path = out / "rows.parquet", out / "report.json"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with _progress("packing", "rows", len(ragged)) as advance:
-            padded = _write_rows(ragged, out, normalize, advance)
-        summary = _summary(report, ragged, groups, padded, time.monotonic() - started)
-        _write_json(out / "report.json", {**summary, "verdicts": _verdicts(report)})
+        for target in targets:
+            if target.is_dir() or (target.exists() and target.samefile(rollouts)):
+                _fail(f"{target}: is the input, or a directory")
+        with RowWriter(rows_path) as writer, _progress("packing", "rows", len(ragged)) as advance:
+            padded = _write_rows(ragged, writer, normalize, advance)
+            summary = _summary(report, ragged, groups, padded, time.monotonic() - started)
+            # Before the rows take their name: a report that cannot be written leaves none.
+            _write_json(report_path, {**summary, "verdicts": _verdicts(report)})
     except OSError as error:
         _fail(f"{out}: {error.strerror or error}")
     _print_summary(summary, as_json)
@@ -214,6 +234,8 @@ def _opening(rollouts: Path) -> Iterator[None]:
         yield
     except OSError as error:
         _fail(f"{rollouts}: {error.strerror or error}")
+    except ValueError as error:
+        _fail(str(error))
 
 
 def _wants_colors() -> bool:
@@ -260,27 +282,27 @@ def _collect(
 
 
 def _write_rows(
-    ragged: RaggedRows, out: Path, normalize: bool, advance: Callable[[int], None]
+    ragged: RaggedRows, writer: RowWriter, normalize: bool, advance: Callable[[int], None]
 ) -> int:
     """Pack and write the rows in order; return the padded positions that took."""
     from evsys_jax.batch import iter_packed
-    from evsys_jax.dataset import RowWriter
 
-    padded = 0
-    with RowWriter(out / "rows.parquet") as writer:
-        done = 0
-        for chosen, batch in iter_packed(ragged, normalize=normalize):
-            writer.write(batch, chosen)
-            padded += batch.shape[0] * batch.shape[1]
-            done += len(chosen)
-            advance(done)
+    padded = done = 0
+    for chosen, batch in iter_packed(ragged, normalize=normalize):
+        writer.write(batch, chosen)
+        padded += batch.shape[0] * batch.shape[1]
+        done += len(chosen)
+        advance(done)
     return padded
 
 
 def _write_json(path: Path, value: Any) -> None:
-    partial = path.with_name(f".{path.name}.tmp")
-    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _summary(

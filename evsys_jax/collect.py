@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,7 +132,7 @@ def collect(
         their tokens.
       mask_incomplete_when_attributed: False keeps a rollout of which a call is lost, where the
         chain of its scored call was delivered whole.
-      workers: processes that read capture directories.
+      workers: processes that read capture directories, this one among them.
       on_record: called with the number of records done, after each.
 
     Returns:
@@ -143,22 +144,26 @@ def collect(
       bad_tokens, no_generation, unscored, bad_reward, or a reason of `evsys_jax.capture.build`.
 
     Raises:
-      OSError: the file cannot be read.
+      OSError: the file cannot be read, or a capture directory does not exist.
+      ValueError: the file is no UTF-8 text.
     """
     report = CollectReport()
     groups: dict[int, list[Trajectory]] = {}
-    for verdict, _, turns, build in judge_rollouts(
+    for judged in judge_rollouts(
         records,
         captures=captures,
         mask_incomplete_when_attributed=mask_incomplete_when_attributed,
         workers=workers,
     ):
+        verdict, turns, build = judged.verdict, judged.turns, judged.build
         if verdict.task is not None:
             groups.setdefault(verdict.task, []).append(_trajectory(turns, verdict, build))
         report.verdicts.append(verdict)
         _account(report.account, turns, verdict, build)
         if on_record is not None:
             on_record(len(report.verdicts))
+        # Before the next is read: two parsed records at once are twice the memory.
+        del judged, build, turns
     return [TrajectoryGroup(members) for members in groups.values()], report
 
 
@@ -213,6 +218,7 @@ def judge_rollouts(
         reading.verdict.turns = len(turns)
         reading.verdict.turn_tokens = sum(len(turn.completion_tokens) for turn in turns)
         yield JudgedRollout(reading.verdict, reading.record, turns, build)
+        del reading, build, turns  # before the next is read
 
 
 class _Reading(NamedTuple):
@@ -244,13 +250,17 @@ def _read(
             places[verdict.task] = group, place + 1
         if only is not None and verdict.rollout_id != only:
             continue
-        if fault is None and captured and not carries_tokens(record):
-            job = job_of(
-                record,
-                verdict.rollout_id,
-                mask_incomplete_when_attributed=mask_incomplete_when_attributed,
-            )
+        try:
+            if fault is None and captured and not carries_tokens(record):
+                job = job_of(
+                    record,
+                    verdict.rollout_id,
+                    mask_incomplete_when_attributed=mask_incomplete_when_attributed,
+                )
+        except RecursionError:
+            fault = MaskedError("unreadable_record", "nested too deep")
         yield _Reading(verdict, record, fault), job
+        del record, job
 
 
 def _decide(reading: _Reading, build: RolloutBuild | None) -> list[Turn]:
@@ -263,7 +273,7 @@ def _decide(reading: _Reading, build: RolloutBuild | None) -> list[Turn]:
         if build is not None:
             verdict.tokens = sum(call.generated for call in build.calls)
             turns = _captured_turns(build)
-        if record.get("mask_sample"):
+        if _is_marked(record):
             raise MaskedError("mask_sample", _capture_error(record))
         if build is None:
             turns = inline_turns(record)
@@ -278,6 +288,13 @@ def _decide(reading: _Reading, build: RolloutBuild | None) -> list[Turn]:
 
 def _captured_turns(build: RolloutBuild) -> list[Turn]:
     """Return the turns of a build, logprobs rounded to the float32 that rows hold."""
+    large = np.abs(build.logprobs) >= checks.FLOAT32_LIMIT
+    for span in build.spans if large.any() else ():
+        wrong = np.flatnonzero(large[span.start : span.end])
+        if len(wrong):
+            value = build.logprobs[span.start + wrong[0]]
+            where = f"call {span.call_id}: generation_log_probs[{wrong[0]}]"
+            raise MaskedError("bad_tokens", f"{where} is {value}, no finite float32")
     scored = build.logprobs.astype(np.float32)
     return [
         Turn(
@@ -304,6 +321,9 @@ def _numbered(
         yield from enumerate(records, start=1)
         return
     with Path(records).open("rb") as lines:
+        start = lines.peek(4)[:4]
+        if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start:
+            raise ValueError(f"{records}: not UTF-8 text")
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
@@ -325,13 +345,13 @@ def _identify(record: Any, verdict: RolloutVerdict, seen: set[str]) -> None:
     if not isinstance(record, Mapping):
         fault = record if isinstance(record, Exception) else f"a {type(record).__name__}"
         raise MaskedError("unreadable_record", f"not a JSON object: {fault}")
-    generations = [item["generation_token_ids"] for item in generated_items(record)]
+    generations = [item.get("generation_token_ids") for item in generated_items(record)]
     verdict.tokens = sum(len(tokens) for tokens in generations if hasattr(tokens, "__len__"))
     verdict.reward = _finite(record.get("reward"))
     try:
         verdict.task = _index(record, "_ng_task_index")
         verdict.rollout_id = rollout_id_of(record) or ""
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MaskedError("bad_rollout_id", str(error)) from error
     if verdict.task is None:
         raise MaskedError("no_task_index", "_ng_task_index is missing")
@@ -342,10 +362,18 @@ def _identify(record: Any, verdict: RolloutVerdict, seen: set[str]) -> None:
     seen.add(verdict.rollout_id)
 
 
+def _is_marked(record: Mapping[str, Any]) -> bool:
+    """Tell whether the recorder has masked the rollout; what is no clear no counts as yes."""
+    try:
+        return bool(record.get("mask_sample"))
+    except ValueError:
+        return True
+
+
 def _capture_error(record: Mapping[str, Any]) -> str:
     capture = record.get("_ng_token_capture")
     cause = capture.get("error") if isinstance(capture, Mapping) else None
-    return str(cause or "")
+    return cause if isinstance(cause, str) else checks.show(cause) if cause else ""
 
 
 def _check_score(record: Mapping[str, Any]) -> None:
@@ -354,14 +382,18 @@ def _check_score(record: Mapping[str, Any]) -> None:
         raise MaskedError("unscored", "reward is missing")
     reward = _finite(record["reward"])
     if reward is None or abs(reward) >= MAX_REWARD:
-        raise MaskedError("bad_reward", f"reward {record['reward']!r} is no number below 2**120")
+        raise MaskedError(
+            "bad_reward", f"reward {checks.show(record['reward'])} is no number below 2**120"
+        )
 
 
 def _index(record: Mapping[str, Any], key: str) -> int | None:
     value = record.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ValueError(f"{key} {value!r} is not an integer from 0")
-    return value
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 0:
+        raise ValueError(f"{key} {checks.show(value)} is not an integer from 0")
+    return int(value)
 
 
 def _finite(reward: Any) -> float | None:

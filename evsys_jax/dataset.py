@@ -39,6 +39,9 @@ SCHEMA = pa.schema(
 )
 """One row per sequence; the lists are target-aligned and of one length."""
 
+MAX_GROUPS = 2**24
+"""More groups than anyone has; a larger number would take its memory along."""
+
 _LISTS = ("input_tokens", "target_tokens", "logprobs", "advantages", "mask")
 
 
@@ -49,10 +52,10 @@ class RowWriter:
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        """Open a temporary file beside `path`."""
+        """Choose a temporary file beside `path`; the first write opens it."""
         self.path = Path(path)
         self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        self._writer = pq.ParquetWriter(self._partial, SCHEMA, compression="zstd")
+        self._writer: pq.ParquetWriter | None = None
 
     def write(self, batch: TokenBatch, rows: RaggedRows) -> None:
         """Append the rows of a batch, in the batch's order.
@@ -79,7 +82,13 @@ class RowWriter:
             columns[name] = pa.array(place[line, segment], pa.int32())
         columns["reward"] = pa.array(rows.table.rewards[trajectory])
         columns["advantage"] = pa.array(_first_live(flat["advantages"], flat["mask"], offsets))
-        self._writer.write_table(pa.table(columns, schema=SCHEMA))
+        self._write(pa.table(columns, schema=SCHEMA))
+
+    def _write(self, table: pa.Table) -> None:
+        # Opened inside the block, so that whatever interrupts it finds the file cleaned up.
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(self._partial, SCHEMA, compression="zstd")
+        self._writer.write_table(table)
 
     def __enter__(self) -> RowWriter:
         return self
@@ -90,13 +99,17 @@ class RowWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._writer.close()
-        if kind is not None:
+        try:
+            if kind is None and self._writer is None:
+                self._write(SCHEMA.empty_table())
+            if self._writer is not None:
+                self._writer.close()
+            if kind is None:
+                with self._partial.open("rb") as whole:
+                    os.fsync(whole.fileno())
+                self._partial.replace(self.path)
+        finally:
             self._partial.unlink(missing_ok=True)
-            return
-        with self._partial.open("rb") as whole:
-            os.fsync(whole.fileno())
-        self._partial.replace(self.path)
 
 
 def read_rows(path: str | PathLike[str]) -> RaggedRows:
@@ -127,6 +140,8 @@ def read_rows(path: str | PathLike[str]) -> RaggedRows:
     flat: dict[str, Any] = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     lengths = flat.pop("lengths")
     places = np.stack([flat.pop("group"), flat.pop("trajectory")])
+    if places.size and not 0 <= places.min() <= places.max() < MAX_GROUPS:
+        raise ValueError(f"{path}: group or trajectory outside [0, {MAX_GROUPS})")
     ids, rewards = flat.pop("rollout_id"), flat.pop("reward")
     unique, first, row_trajectory = np.unique(
         places, axis=1, return_index=True, return_inverse=True
@@ -152,6 +167,11 @@ def read_rows(path: str | PathLike[str]) -> RaggedRows:
 
 def _flat_part(path: Any, batch: pa.RecordBatch) -> dict[str, NDArray[Any]]:
     """Undo the shift of one record batch: per row one token more than positions."""
+    for name in SCHEMA.names:
+        column = batch.column(name)
+        inner = column.flatten().null_count if name in _LISTS else 0
+        if column.null_count or inner:
+            raise ValueError(f"{path}: column {name!r} holds a null")
     lists = {name: batch.column(name) for name in _LISTS}
     offsets = lists["input_tokens"].offsets.to_numpy()
     lengths = np.diff(offsets)
@@ -163,6 +183,18 @@ def _flat_part(path: Any, batch: pa.RecordBatch) -> dict[str, NDArray[Any]]:
     values = {
         name: column.flatten().to_numpy(zero_copy_only=False) for name, column in lists.items()
     }
+    starts = np.cumsum(lengths) - lengths
+    shifted = np.delete(values["input_tokens"], starts) == np.delete(
+        values["target_tokens"], starts + lengths - 1
+    )
+    if not shifted.all():
+        raise ValueError(f"{path}: target_tokens are not input_tokens shifted by one")
+    for name in ("input_tokens", "target_tokens"):
+        if (values[name] < 0).any():
+            raise ValueError(f"{path}: {name} holds a negative id")
+    for name in ("logprobs", "advantages"):
+        if not np.isfinite(values[name]).all():
+            raise ValueError(f"{path}: {name} holds what is not finite")
     # Row r begins r tokens later than its positions do, since every row before has one more.
     targets = np.arange(lengths.sum()) + np.repeat(np.arange(len(lengths)), lengths) + 1
     total = int(lengths.sum()) + len(lengths)

@@ -200,7 +200,9 @@ def from_datums(
     }
     for i, fields in enumerate(read):
         if "mask" not in fields:
-            prompt = None if prompt_lengths is None else int(prompt_lengths[i])
+            prompt = None if prompt_lengths is None else prompt_lengths[i]
+            if prompt is not None and not 0 <= prompt <= lengths[i] + 1:
+                raise ValueError(f"Datum {i}: prompt length {prompt} of {lengths[i]} positions")
             fields["mask"] = _guess_mask(fields, prompt)
         if (fields["advantages"] != 0)[~fields["mask"]].any():
             at = int(np.flatnonzero((fields["advantages"] != 0) & ~fields["mask"])[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array as array_module
 import struct
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -125,31 +126,40 @@ def _copy_tokens(piece: Any, out: NDArray[np.int32], start: int, length: int) ->
     """Write token ids into `out`; raise at what int32 cannot hold or what is no integer."""
     if not length:
         return
-    if isinstance(piece, list | tuple):
-        # struct checks type and range in C and is the fastest way from ints to memory.
-        struct.pack_into(f"{length}i", out.data, 4 * start, *piece)
-        return
+    if not isinstance(piece, list | tuple):
+        array = _plain_array(piece)
+        if array is not None:
+            if array.ndim != 1 or array.dtype.kind not in "iu":
+                raise ValueError("token ids must be a list or a 1-D array of integers")
+            if array.dtype != np.int32 and not (
+                0 <= int(array.min()) and int(array.max()) < checks.TOKEN_LIMIT
+            ):
+                raise ValueError("token ids must lie in [0, 2**31)")
+            out[start : start + length] = array
+            return
+        piece = checks.as_list(piece)
+        if bool in set(map(type, piece)):
+            raise ValueError("a token id is an integer, not a bool")
+    # struct checks type and range in C and is the fastest way from ints to memory.
+    struct.pack_into(f"{length}i", out.data, 4 * start, *piece)
+
+
+def _plain_array(piece: Any) -> NDArray[Any] | None:
+    """Return what is an array of numbers as numpy; None for any other sequence."""
+    if not hasattr(piece, "dtype") and not isinstance(piece, array_module.array):
+        return None
     array = np.asarray(piece)
-    if array.dtype == object:
-        struct.pack_into(f"{length}i", out.data, 4 * start, *array.tolist())
-        return
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError("token ids must be a list or a 1-D array of integers")
-    if array.dtype != np.int32 and not (
-        0 <= int(array.min()) and int(array.max()) < checks.TOKEN_LIMIT
-    ):
-        raise ValueError("token ids must lie in [0, 2**31)")
-    out[start : start + length] = array
+    return None if array.dtype == object else array
 
 
 def _copy_logprobs(piece: Any, out: NDArray[np.float32], start: int, length: int) -> None:
     """Write logprobs into `out`, rounded to float32; raise at what is no number."""
     if not isinstance(piece, list | tuple):
-        array = np.asarray(piece)
-        if array.ndim == 1 and array.dtype.kind in "fiu":
+        array = _plain_array(piece)
+        if array is not None and array.ndim == 1 and array.dtype.kind in "fiu":
             out[start : start + length] = array
             return
-        piece = array.tolist()
+        piece = checks.as_list(piece)
     if bool in set(map(type, piece)):
         raise ValueError("a logprob is a number, not a bool")
     struct.pack_into(f"{length}f", out.data, 4 * start, *piece)

@@ -10,6 +10,7 @@ from evsys_jax.flat import logprob_array, token_array
 from evsys_jax.rollouts import Turn
 
 _TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+_TURN_KEYS = ("prompt_tokens", "completion_tokens", "logprobs")
 
 
 class MaskedError(Exception):
@@ -25,20 +26,20 @@ class MaskedError(Exception):
 
 
 def generated_items(record: Mapping[str, Any]) -> list[Any]:
-    """Return the items of a record's response that have generated tokens, as they are."""
+    """Return the items of a record's response that carry any token field, as they are."""
     response = record.get("response")
     output = response.get("output") if isinstance(response, Mapping) else None
     items = output if isinstance(output, list) else []
     return [
         item
         for item in items
-        if isinstance(item, Mapping) and item.get("generation_token_ids") is not None
+        if isinstance(item, Mapping) and any(item.get(key) is not None for key in _TOKEN_KEYS)
     ]
 
 
 def carries_tokens(record: Mapping[str, Any]) -> bool:
     """Tell whether some item of the response holds generated tokens."""
-    generations = [item["generation_token_ids"] for item in generated_items(record)]
+    generations = [item.get("generation_token_ids") for item in generated_items(record)]
     return any(hasattr(tokens, "__len__") and len(tokens) > 0 for tokens in generations)
 
 
@@ -69,6 +70,9 @@ def inline_turns(record: Mapping[str, Any]) -> list[Turn]:
             raise MaskedError(
                 "broken_prefix", f"item {k}: the prompt does not begin with what came before"
             )
+        if not set(map(type, generation)) <= {int}:
+            # Compared with the next prompt, True and 2.0 would pass for 1 and 2.
+            raise MaskedError("bad_tokens", _first_bad([item], k) or f"item {k}: no integers")
         spans.append((len(prompt), len(prompt) + len(generation)))
         logprobs += [0.0] * (len(prompt) - len(chain)) + scores
         chain = prompt + generation
@@ -94,12 +98,15 @@ def _list_of(item: Mapping[str, Any], key: str, k: int) -> list[Any]:
     return values if isinstance(values, list) else checks.as_list(values)
 
 
-def _first_bad(items: list[Any]) -> str:
+def _first_bad(items: list[Any], first: int = 0) -> str:
     """Name the first value of the items that is no token id or no logprob."""
-    for k, item in enumerate(items):
+    for k, item in enumerate(items, start=first):
         prompt, generation, scores = (_list_of(item, key, k) for key in _TOKEN_KEYS)
         try:
             checks.check_turn(Turn(prompt, generation), scores, f"item {k}")
         except ValueError as error:
-            return str(error)
+            text = str(error)
+            for ours, theirs in zip(_TURN_KEYS, _TOKEN_KEYS, strict=True):
+                text = text.replace(f" {ours}[", f" {theirs}[")
+            return text
     return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -109,12 +109,17 @@ class RaggedRows:
         baseline of a group does not depend on which of its rows are at hand.
 
         Args:
-          rows: [K] indices of rows.
+          rows: [K] indices of rows, or [R] bools.
 
         Returns:
           The K rows; their flat arrays are copies.
         """
-        index = np.asarray(rows, dtype=np.int64)
+        chosen_rows = np.asarray(rows)
+        if chosen_rows.dtype == bool:
+            chosen_rows = np.flatnonzero(chosen_rows)
+        index = chosen_rows.astype(np.int64)
+        if len(index) and not 0 <= index.min() <= index.max() < len(self):
+            raise IndexError(f"rows {index.min()} to {index.max()} of {len(self)}")
         lengths = self.lengths[index]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         spans = self._spans(index)
@@ -234,8 +239,11 @@ def ragged_rows(
     table = trajectory_table(groups)
     constant = constant_groups(table) if drop_constant else np.zeros(len(groups), bool)
     account, plan, padded = TokenAccount(), Pieces(), 0
-    for index, (g, n, trajectory) in enumerate(_trajectories(groups)):
-        generated = sum(len(turn.completion_tokens) for turn in trajectory.turns)
+    for index, (g, _, trajectory, where) in enumerate(checks.members(groups)):
+        generated = sum(
+            _length(turn, "completion_tokens", f"{where}, turn {k}")
+            for k, turn in enumerate(trajectory.turns)
+        )
         account.captured += generated
         if not table.trains[index]:
             account.masked[mask_reason(trajectory)] += generated
@@ -243,7 +251,6 @@ def ragged_rows(
             account.dropped["constant_group"] += generated
             account.dropped_turns["constant_group"] += len(trajectory.turns)
         else:
-            where = f"group {g}, trajectory {n}"
             turns, changed = _completed_turns(trajectory, where, on_logprob_mismatch, account)
             padded += changed
             _plan_rows(plan, turns, index, rows == "merged", account)
@@ -264,13 +271,12 @@ def trajectory_table(groups: Sequence[Any]) -> TrajectoryTable:
       ValueError: a reward that votes or trains is not a finite number.
     """
     group, place, rewards, votes, trains, ids = [], [], [], [], [], []
-    for g, n, trajectory in _trajectories(groups):
+    for g, n, trajectory, where in checks.members(groups):
         group.append(g)
         place.append(n)
         votes.append(checks.votes(trajectory))
         trains.append(checks.trains(trajectory))
         live = votes[-1] or trains[-1]
-        where = f"group {g}, trajectory {n}"
         rewards.append(checks.check_reward(trajectory.reward, where) if live else 0.0)
         metadata = getattr(trajectory, "metadata", None)
         named = metadata.get("rollout_id") if isinstance(metadata, Mapping) else None
@@ -300,18 +306,18 @@ def constant_groups(table: TrajectoryTable) -> NDArray[np.bool_]:
     return constant
 
 
+def _length(turn: Any, name: str, where: str) -> int:
+    values = getattr(turn, name)
+    if not hasattr(values, "__len__"):
+        raise ValueError(f"{where}: {name}: a {type(values).__name__} is no sequence")
+    return len(values)
+
+
 def mask_reason(trajectory: Any) -> str:
     """Return why a trajectory does not train, as far as its metadata say."""
     metadata = getattr(trajectory, "metadata", None)
     reason = metadata.get("mask_reason") if isinstance(metadata, Mapping) else None
     return str(reason or "not_training")
-
-
-def _trajectories(groups: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
-    """Yield (group, place in the group, trajectory)."""
-    for g, group in enumerate(groups):
-        for n, trajectory in enumerate(group.trajectories):
-            yield g, n, trajectory
 
 
 def _completed_turns(
@@ -385,11 +391,11 @@ def _first_fault(
     groups: Sequence[Any], constant: NDArray[np.bool_], on_mismatch: MismatchPolicy
 ) -> ValueError:
     """Find the value that stopped `fill`, one turn at a time, and return the error for it."""
-    for g, n, trajectory in _trajectories(groups):
+    for g, _, trajectory, place in checks.members(groups):
         if constant[g] or not checks.trains(trajectory):
             continue
         for k, turn in enumerate(trajectory.turns):
-            where = f"group {g}, trajectory {n}, turn {k}"
+            where = f"{place}, turn {k}"
             try:
                 logprobs, _ = checks.match_logprobs(turn, where, on_mismatch)
                 if len(turn.completion_tokens):

@@ -123,7 +123,8 @@ def reduce_by(
         checks.check_choice("by", by, _NAMES)
         weights = _unit_weights(batch, by, counts)
     else:
-        if not isinstance(by, jax.core.Tracer) and not (0.0 < float(by) < float("inf")):
+        # Beyond 1e38, or below its inverse, a weight would be no float32.
+        if not isinstance(by, jax.core.Tracer) and not (1e-38 < float(by) < 1e38):
             raise ValueError(f"a loss cannot be divided by {by!r}")
         weights = jnp.where(batch.segment_ids > 0, jnp.asarray(1.0 / by, jnp.float32), 0.0)
     before = batch.weights * weights if isinstance(batch, ReducedBatch) else weights

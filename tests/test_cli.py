@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +100,77 @@ def test_an_output_that_cannot_be_made_is_one_line(tmp_path):
     result = invoke("build", EXAMPLE, "--out", tmp_path / "file")
     assert result.exit_code == 2
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_large_reward_masks_its_rollout_alone(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    lines = Path(EXAMPLE).read_text().splitlines()
+    spoiled = json.loads(lines[0])
+    spoiled["reward"] = 1e300
+    path.write_text("\n".join([json.dumps(spoiled), *lines[1:]]))
+    result = invoke("build", path, "--out", tmp_path / "out", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["masked_rollouts"]["bad_reward"] == 1
+    assert invoke("verify", path).exit_code == 0
+
+
+def test_rewards_below_what_float32_holds_are_identical(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    record = json.loads(Path(EXAMPLE).read_text().splitlines()[0])
+    path.write_text(json.dumps({**record, "reward": 1e-40}) + "\n")
+    assert invoke("verify", path).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "report.json"])
+def test_outputs_that_are_directories_or_the_input_are_refused(tmp_path, name):
+    out = tmp_path / "out"
+    (out / name).mkdir(parents=True)
+    result = invoke("build", EXAMPLE, "--out", out)
+    assert result.exit_code == 2
+    assert [entry.name for entry in out.iterdir()] == [name]
+    (out / name).rmdir()
+    shutil.copy(EXAMPLE, out / name)
+    result = invoke("build", out / name, "--out", out)
+    assert result.exit_code == 2
+    assert name in result.stderr
+    assert (out / name).read_text() == Path(EXAMPLE).read_text()
+
+
+def test_text_of_another_encoding_is_one_line(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(Path(EXAMPLE).read_text(), encoding="utf-16")
+    result = invoke("verify", path)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_full_output_is_one_line():
+    command = [sys.executable, "-m", "evsys_jax", "verify", EXAMPLE]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+
+
+def test_a_request_to_stop_leaves_no_rows(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    lines = Path(EXAMPLE).read_text().splitlines()
+    with path.open("w") as file:
+        for repeat in range(150):
+            for line in lines:
+                record = json.loads(line)
+                record["_ng_task_index"] += 8 * repeat
+                file.write(json.dumps(record) + "\n")
+    command = [sys.executable, "-m", "evsys_jax", "build", str(path), "--out", str(tmp_path / "o")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not any((tmp_path / "o").glob(".rows*")):
+        time.sleep(0.01)
+    process.terminate()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert b"Traceback" not in stderr
+    assert not any((tmp_path / "o").iterdir())
 
 
 def test_bad_usage():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,13 @@ def test_bad_rollout_ids(fields):
         rollout_id_of(fields)
 
 
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 nan = math.nan
 faults = [
     (record(mask_sample=True, _ng_token_capture={"error": "lost"}), "mask_sample", "lost"),
@@ -115,17 +123,35 @@ faults = [
     (record(items=[item([1], [2]), item([1, 3], [4])]), "broken_prefix", "item 1"),
     (record(items=[item([1], [2]), item([1], [4])]), "broken_prefix", "item 1"),
     (record(items=[item([1], []), item([2], [4])]), "broken_prefix", "item 1"),
-    (record(items=[item([1], [2, -1])]), "bad_tokens", r"item 0: completion_tokens\[1\]"),
-    (record(items=[item([2**31], [2])]), "bad_tokens", r"item 0: prompt_tokens\[0\]"),
-    (record(items=[item([True], [2])]), "bad_tokens", r"item 0: prompt_tokens\[0\] is True"),
-    (record(items=[item([1], [2], [nan])]), "bad_tokens", r"item 0: logprobs\[0\]"),
-    (record(items=[item([1], [2], ["-1"])]), "bad_tokens", r"item 0: logprobs\[0\]"),
+    (record(items=[item([1], [2, -1])]), "bad_tokens", r"item 0: generation_token_ids\[1\]"),
+    (record(items=[item([2**31], [2])]), "bad_tokens", r"item 0: prompt_token_ids\[0\]"),
+    (record(items=[item([True], [2])]), "bad_tokens", r"item 0: prompt_token_ids\[0\] is True"),
+    (record(items=[item([1], [2], [nan])]), "bad_tokens", r"item 0: generation_log_probs\[0\]"),
+    (record(items=[item([1], [2], ["-1"])]), "bad_tokens", r"item 0: generation_log_probs\[0\]"),
     (record(items=[{"generation_token_ids": [1]}]), "bad_item", "item 0: prompt_token_ids"),
     (record(items=[item([1], "23")]), "bad_item", "item 0: generation_token_ids"),
     (record(_ng_rollout_id="../x"), "bad_rollout_id", "'../x'"),
     (record(_ng_task_index="0"), "bad_rollout_id", "_ng_task_index"),
     (record(_ng_task_index=None), "no_task_index", ""),
     (record(_ng_rollout_index=None), "bad_rollout_id", ""),
+    (record(reward=nested(5000)), "bad_reward", "a list"),
+    (record(_ng_task_index=nested(5000)), "bad_rollout_id", "_ng_task_index a list"),
+    (record(_ng_rollout_index=nested(5000)), "bad_rollout_id", ""),
+    (record(_ng_rollout_id=nested(5000)), "bad_rollout_id", ""),
+    (record(_ng_attempt_index=nested(5000)), "bad_rollout_id", ""),
+    (record(mask_sample=True, _ng_token_capture={"error": nested(5000)}), "mask_sample", "a list"),
+    (record(reward=10**5000), "bad_reward", "a int"),
+    (
+        record(items=[item([1], [2]), {**item([1, 2], []), "generation_token_ids": None}]),
+        "bad_item",
+        "item 1: generation_token_ids is missing",
+    ),
+    (
+        record(items=[item([1], [True, 4.0]), item([1, 1, 4], [5])]),
+        "bad_tokens",
+        r"ids\[0\] is True",
+    ),
+    (record(mask_sample=np.array([0, 1])), "mask_sample", ""),
     ([1, 2], "unreadable_record", "list"),
 ]
 
@@ -163,7 +189,7 @@ def test_the_account_follows_what_is_masked_later():
     rows = ragged_rows(groups).without_overlong(3)
     account = report.account_of(rows)
     assert account.balanced
-    assert account.masked == {"unscored": 3, "mask_sample": 3, "not_training": 3, "overlong": 4}
+    assert account.masked == {"unscored": 3, "mask_sample": 3, "not_training": 3, "overlong": 6}
     assert account.trained == int(np.asarray(pack(rows).mask).sum())
 
 
@@ -222,6 +248,38 @@ def test_a_file_with_bad_lines(tmp_path):
         (6, "unreadable_record"),
     ]
     assert len(groups) == 1
+
+
+def test_one_parsed_record_is_held_at_a_time(tmp_path):
+    # Each token is an object when it is parsed, and stays as 8 bytes.
+    chain = list(range(1000, 2000))
+    items = [item(chain[:end], chain[end : end + 20]) for end in range(20, 980, 20)]
+
+    def peak(rollouts):
+        path = tmp_path / f"{rollouts}.jsonl"
+        path.write_text("".join(json.dumps(record(0, n, items)) + "\n" for n in range(rollouts)))
+        tracemalloc.start()
+        _, report = collect(path)
+        highest = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert report.account.trained == rollouts * len(items) * 20
+        return highest
+
+    peak(1)  # whatever loads on first use
+    assert peak(4) < 1.2 * peak(1)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_text_of_another_encoding_is_refused(tmp_path, encoding):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps(record()) + "\n", encoding=encoding)
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl: not UTF-8"):
+        collect(path)
+
+
+def test_numpy_indices_serve():
+    _, report = collect([record(np.int64(3), np.int32(1))])
+    assert report.verdicts[0].rollout_id == "3-1"
 
 
 def test_a_missing_file_is_an_error(tmp_path):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
 
+from evsys_jax import capture_jobs
 from evsys_jax.batch import pack
 from evsys_jax.capture import (
     TokenCaptureSnapshot,
@@ -261,6 +264,27 @@ def test_workers_give_what_one_process_gives(tmp_path):
     check_account(shared, other)
 
 
+def test_chunks_are_shared_in_order_with_this_process_at_work_too(tmp_path, monkeypatch):
+    names = [f"0-{n}" for n in range(30)]
+    fill(tmp_path, {name: two_turns(name) for name in names})
+    built_here = []
+
+    def build(job, directories, freeze):
+        built_here.append(job.rollout_id)
+        return original(job, directories, freeze)
+
+    original = capture_jobs._build
+    monkeypatch.setattr(capture_jobs, "_build", build)
+    monkeypatch.setattr(capture_jobs, "CHUNK", 2)
+    monkeypatch.setattr(capture_jobs, "_AHEAD", 3)
+    jobs = [(name, capture_jobs.CaptureJob(name, {})) for name in names]
+    results = list(capture_jobs.run_jobs(jobs, tmp_path, workers=2))
+    assert [carried for carried, _ in results] == names
+    assert [build.rollout_id for _, build in results] == names
+    assert all(build.trains for _, build in results)
+    assert 0 < len(built_here) < len(names)
+
+
 def test_a_record_keeps_the_tokens_that_it_carries(tmp_path):
     fill(tmp_path, {"0-0": two_turns("0-0"), "0-1": two_turns("0-1")})
     carried = {
@@ -433,3 +457,76 @@ def test_a_mistyped_directory_is_an_error(tmp_path):
     with pytest.raises(NotADirectoryError, match="mistyped: no such directory"):
         collect([], captures=tmp_path / "mistyped")
     assert not (tmp_path / "mistyped").exists()
+
+
+def test_a_worker_that_dies_costs_nothing(tmp_path, monkeypatch, caplog):
+    records, _ = captured(tmp_path, 24)
+    wanted, _ = collect(records, captures=tmp_path)
+
+    class Broken(Future):
+        def result(self, timeout=None):
+            raise BrokenProcessPool("a process in the pool was terminated abruptly")
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, workers, **_):
+            super().__init__(workers)
+
+        def submit(self, *_):
+            return Broken()
+
+    monkeypatch.setattr(capture_jobs, "ProcessPoolExecutor", Pool)
+    groups, report = collect(records, captures=tmp_path, workers=2)
+    assert not report.masked
+    assert [len(group.trajectories) for group in groups] == [
+        len(group.trajectories) for group in wanted
+    ]
+    assert "a worker process failed" in caplog.text
+
+
+def test_what_does_not_pickle_is_built_here(tmp_path):
+    records, _ = captured(tmp_path, 10)
+    deep = "end"
+    for _ in range(700):
+        deep = [deep]
+    records[4]["response"] = {"output": [], "deep": deep}
+    _, report = collect(records, captures=tmp_path, workers=2)
+    assert not report.masked
+
+
+def test_a_logprob_that_float32_cannot_hold_masks_its_rollout(tmp_path):
+    records, store = captured(tmp_path, 3)
+    store.append(
+        stamp_lineage(
+            TokenEntry(
+                rollout_id="0-9",
+                model_call_id="big",
+                prompt_token_ids=[1],
+                generation_token_ids=[2, 3],
+                generation_log_probs=[-0.5, -1e39],
+            ),
+            None,
+            parent_resolution="root",
+        )
+    )
+    records.append({"_ng_task_index": 0, "_ng_rollout_index": 9, "reward": 1.0})
+    _, report = collect(records, captures=tmp_path)
+    assert report.masked == {"bad_tokens": 1}
+    assert "call big: generation_log_probs[1] is -1e+39" in report.verdicts[-1].detail
+    assert report.account.balanced
+
+
+def captured(directory, count):
+    """Record `count` rollouts of one call each; return their records and the store."""
+    store = TokenCaptureStore(directory)
+    records = []
+    for n in range(count):
+        entry = TokenEntry(
+            rollout_id=f"0-{n}",
+            model_call_id=f"call-{n}",
+            prompt_token_ids=[1, 2],
+            generation_token_ids=[3, n],
+            generation_log_probs=[-0.5, -1.5],
+        )
+        store.append(stamp_lineage(entry, None, parent_resolution="root"))
+        records.append({"_ng_task_index": 0, "_ng_rollout_index": n, "reward": float(n)})
+    return records, store

@@ -123,3 +123,44 @@ def test_files_of_another_kind_are_refused(tmp_path):
     pq.write_table(pa.table({"input_tokens": [[1]]}), path)
     with pytest.raises(ValueError, match="no column 'target_tokens'"):
         read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("input_tokens", [[-5, 2]], "input_tokens holds a negative id|shifted"),
+        ("target_tokens", [[9, 3]], "target_tokens are not input_tokens shifted"),
+        ("logprobs", [[0.0, float("nan")]], "logprobs holds what is not finite"),
+        ("advantages", [[0.0, float("inf")]], "advantages holds what is not finite"),
+        ("mask", [None], "column 'mask' holds a null"),
+        ("input_tokens", [[1, None]], "column 'input_tokens' holds a null"),
+        ("group", [None], "column 'group' holds a null"),
+        ("group", [2**30], "group or trajectory outside"),
+        ("group", [-1], "group or trajectory outside"),
+    ],
+)
+def test_altered_rows_are_refused(tmp_path, column, values, message):
+    path = tmp_path / "rows.parquet"
+    rows = ragged_rows([TrajectoryGroup([Trajectory([Turn([1, 2], [3], [-1.0])])])])
+    with RowWriter(path) as writer:
+        writer.write(pack(rows), rows)
+    table = pq.read_table(path)
+    place = table.column_names.index(column)
+    altered = pa.array(values, table.schema.field(column).type)
+    pq.write_table(table.set_column(place, column, altered), path)
+    with pytest.raises(ValueError, match=message) as error:
+        read_rows(path)
+    assert "rows.parquet" in str(error.value)
+
+
+def test_a_file_without_rows_is_empty(tmp_path):
+    with RowWriter(tmp_path / "rows.parquet"):
+        pass
+    assert len(read_rows(tmp_path / "rows.parquet")) == 0
+
+
+def test_a_target_that_cannot_be_replaced_leaves_nothing(tmp_path):
+    (tmp_path / "rows.parquet").mkdir()
+    with pytest.raises(OSError), RowWriter(tmp_path / "rows.parquet"):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.parquet"]

@@ -35,6 +35,16 @@ def test_these_load_nothing_heavy(statement):
     assert not loaded_after(statement)
 
 
+def test_help_loads_nothing_heavy():
+    code = (
+        "from evsys_jax.cli import app\n"
+        "from contextlib import redirect_stdout\nimport io\nout = io.StringIO()\n"
+        "with redirect_stdout(out):\n    app(['build', '--help'], standalone_mode=False)\n"
+        "assert 'Directory of captured calls' in out.getvalue(), out.getvalue()"
+    )
+    assert not loaded_after(code)
+
+
 def test_packing_loads_jax_but_not_tinker():
     assert loaded_after("from evsys_jax import pack\npack([])") == {"jax"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+from collections import UserList, deque
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -174,6 +175,40 @@ def test_masked_rollouts_are_counted_by_reason():
     assert rows.account.masked == {"lost": 1, "not_training": 1}
     assert rows.account.balanced
     assert rows.table.rewards.tolist() == [1.0, 0.0, 5.0]
+
+
+def test_what_can_be_read_once_only_is_refused():
+    turn = Turn([1], [2], [-1.0])
+    with pytest.raises(ValueError, match="group 0, trajectory 0: turns: a generator"):
+        ragged_rows([TrajectoryGroup([Trajectory(t for t in [turn])])])
+    with pytest.raises(ValueError, match="group 0: trajectories: a generator"):
+        ragged_rows([TrajectoryGroup(t for t in [Trajectory([turn])])])
+    with pytest.raises(ValueError, match="groups: a generator"):
+        ragged_rows(g for g in [])
+    with pytest.raises(ValueError, match="turn 0: completion_tokens: a NoneType"):
+        rows_of(Turn([1], None, []))
+
+
+@pytest.mark.parametrize("kind", [deque, UserList, lambda x: np.array(x, object)])
+def test_bools_hide_in_no_kind_of_sequence(kind):
+    with pytest.raises(ValueError, match=r"turn 0: prompt_tokens\[1\] is True"):
+        rows_of(Turn(kind([5, True]), [2], [-1.0]))
+    assert rows_of(Turn(kind([5, 1]), [2], [-1.0])).tokens.tolist() == [5, 1, 2]
+
+
+@pytest.mark.parametrize("tokens", [{1, 2}, {1: 2}, "12", b"12"])
+def test_what_has_no_order_is_no_sequence(tokens):
+    with pytest.raises(ValueError, match="is no sequence"):
+        rows_of(Turn(tokens, [2], [-1.0]))
+
+
+def test_rows_are_chosen_by_index_or_by_flags():
+    rows = rows_of(*[Turn([n], [n], [-1.0]) for n in range(3)])
+    assert rows.take([2, 0]).tokens.tolist() == [2, 2, 0, 0]
+    assert rows.take(np.array([False, True, True])).tokens.tolist() == [1, 1, 2, 2]
+    for wrong in ([-1], [3]):
+        with pytest.raises(IndexError, match="of 3"):
+            rows.take(wrong)
 
 
 def test_a_bad_reward_is_named():
