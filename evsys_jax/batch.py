@@ -33,7 +33,7 @@ from evsys_jax.plans import (
     plan_slots,
 )
 from evsys_jax.ragged import RaggedRows, RowKind, ragged_rows
-from evsys_jax.targets import RowTargets, lay_segments, shift_row
+from evsys_jax.targets import lay_segments, shift_row
 
 Array: TypeAlias = jax.Array | NDArray[Any]
 OverlongPolicy: TypeAlias = Literal["error", "mask"]
@@ -334,14 +334,18 @@ def _pack(
     by_segment = by_trajectory.astype(jnp.float32)[trajectory]
     flat = (tokens, sampled, logprobs)
 
-    def one_row(start: jax.Array, length: jax.Array, advantage: jax.Array) -> RowTargets:
-        if start.shape[0] == 1:
-            own = advantage[0] if token_advantages is None else token_advantages
-            return shift_row(*flat, own, start[0], length[0], pad_token, width=width)
-        own = advantage if token_advantages is None else token_advantages
-        return lay_segments(*flat, own, start, length, pad_token, width=width)
-
-    targets = jax.vmap(one_row)(starts, lengths, by_segment)
+    if starts.shape[1] == 1:
+        own = by_segment[:, 0] if token_advantages is None else token_advantages
+        one_row = partial(shift_row, *flat, pad_token=pad_token, width=width)
+        over_rows = jax.vmap(one_row, in_axes=(0 if token_advantages is None else None, 0, 0))
+        targets = over_rows(own, starts[:, 0], lengths[:, 0])
+    else:
+        taken = jnp.maximum(lengths - 1, jnp.int32(0))
+        ends = jnp.cumsum(taken, axis=1, dtype=jnp.int32)
+        own = by_segment.reshape(-1) if token_advantages is None else token_advantages
+        first = jnp.arange(len(starts), dtype=jnp.int32) * jnp.int32(starts.shape[1])
+        lay = partial(lay_segments, *flat, own, (ends - taken).reshape(-1), width=width)
+        targets = jax.vmap(lay, in_axes=(0, 0, 0, None))(ends, starts[:, 0], first, pad_token)
     group, place, turn, row = index
     return TokenBatch(
         **targets._asdict(),

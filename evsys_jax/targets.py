@@ -9,9 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-MAX_COMPARED = 128
-"""Segments per row up to which every position is compared with all their ends."""
-
 
 class RowTargets(NamedTuple):
     """One padded row, target-aligned; each field [T]. See `evsys_jax.batch.TokenBatch`."""
@@ -84,24 +81,30 @@ def lay_segments(
     sampled: jax.Array,
     logprobs: jax.Array,
     advantages: jax.Array,
-    starts: jax.Array,
-    lengths: jax.Array,
+    begins: jax.Array,
+    ends: jax.Array,
+    start: jax.Array,
+    first: jax.Array,
     pad_token: jax.Array,
     *,
     width: int,
 ) -> RowTargets:
     """Lay several sequences side by side in one row, each shifted before it is laid down.
 
-    Sequence s of n tokens takes n - 1 positions behind those of s - 1, so that the last token of
-    one is never the input that the first of the next is predicted from.
+    A sequence of n tokens takes n - 1 positions, so that the last token of one is never the input
+    that the first of the next is predicted from. The sequences of a row lie end to end among the
+    tokens; each one passed leaves one token more behind than positions, so position i of segment
+    s reads token start + i + s.
 
     Args:
       tokens: [L] int32, many sequences end to end.
       sampled: [L] bool, the policy wrote this token.
       logprobs: [L] float32, the sampler's.
-      advantages: [S] float32, one per sequence, or [L] float32, one per token (S < L).
-      starts: [S] int32, where each sequence begins among the tokens.
-      lengths: [S] int32, its tokens; 0 or 1 takes no position.
+      advantages: [K] float32, one per segment of all rows, or [L] float32, one per token (K < L).
+      begins: [K] int32, the position in its row where each segment of all rows begins.
+      ends: [S] int32, the positions where the segments of this row end, ascending.
+      start: [] int32, where the first sequence of the row begins among the tokens.
+      first: [] int32, the number of the row's first segment among all K.
       pad_token: [] int32.
       width: static, T.
 
@@ -109,23 +112,21 @@ def lay_segments(
       `RowTargets`, [T] each; `positions` restart at 0 and `segment_ids` count from 1.
     """
     _check_flat(tokens, sampled, logprobs)
-    chex.assert_rank([advantages, starts, lengths], 1)
-    chex.assert_equal_shape([starts, lengths])
-    taken = jnp.maximum(lengths - 1, jnp.int32(0))
-    ends = jnp.cumsum(taken, dtype=jnp.int32)
+    chex.assert_rank([advantages, begins, ends], 1)
+    chex.assert_rank([start, first, pad_token], 0)
     slot = jnp.arange(width, dtype=jnp.int32)
-    segment = _number_segments(ends, width)
-
-    def at(flat: jax.Array, index: jax.Array) -> jax.Array:
-        return flat.at[index].get(mode="promise_in_bounds")
-
-    position = slot - at(ends - taken, segment)
-    source = jnp.minimum(at(starts, segment) + position, jnp.int32(tokens.shape[0] - 2))
-    # Without the barrier XLA computes these once for every output that is gathered with them.
-    segment, position, source = lax.optimization_barrier((segment, position, source))
-
+    # A segment ends where the next begins: the ends passed so far number the segments.
+    marks = jnp.zeros(width, jnp.int32).at[ends].add(jnp.int32(1), mode="drop")
+    passed = jnp.cumsum(marks, dtype=jnp.int32)
+    segment = jnp.minimum(passed, jnp.int32(ends.shape[0] - 1))
+    source = jnp.minimum(start + slot + segment, jnp.int32(tokens.shape[0] - 2))
     target = source + 1
-    own = at(advantages, target if advantages.shape == tokens.shape else segment)
+
+    # From flat tables that all rows share: a gather that is batched itself is far slower.
+    def at(table: jax.Array, index: jax.Array) -> jax.Array:
+        return table.at[index].get(mode="promise_in_bounds")
+
+    own = at(advantages, target if advantages.shape == tokens.shape else first + segment)
     return _blank(
         RowTargets(
             input_tokens=at(tokens, source),
@@ -133,31 +134,12 @@ def lay_segments(
             logprobs=at(logprobs, target),
             advantages=own,
             mask=at(sampled, target),
-            positions=position,
+            positions=slot - at(begins, first + segment),
             segment_ids=segment + 1,
         ),
         slot < ends[-1],
         pad_token,
     )
-
-
-def _number_segments(ends: jax.Array, width: int) -> jax.Array:
-    """Return the segment of each position, [T] int32: how many ends [S] lie at or before it.
-
-    Padding gets the last segment's number. Comparing with all ends is fastest while they are few;
-    beyond that a scan takes over, whose cost does not depend on their number.
-    """
-    if ends.shape[0] <= MAX_COMPARED:
-        slot = jnp.arange(width, dtype=jnp.int32)
-        passed = jnp.zeros(width, jnp.int32)
-        # In parts, since XLA lays a longer comparison out in memory before it sums it up.
-        for first in range(0, ends.shape[0], 32):
-            part = ends[first : first + 32, None]
-            passed += jnp.sum(slot[None, :] >= part, axis=0, dtype=jnp.int32)
-    else:
-        marks = jnp.zeros(width, jnp.int32).at[ends].add(jnp.int32(1), mode="drop")
-        passed = lax.associative_scan(jnp.add, marks)
-    return jnp.minimum(passed, jnp.int32(ends.shape[0] - 1))
 
 
 def _check_flat(tokens: jax.Array, sampled: jax.Array, logprobs: jax.Array) -> None:

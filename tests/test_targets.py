@@ -77,19 +77,27 @@ def test_filler_row_is_empty(run):
     assert not out.segment_ids.any()
 
 
-def segments(run, advantages, width, starts=(0, 3, 0), lengths=(3, 2, 0)):
+def segments(run, advantages, width, taken=(2, 1, 0)):
+    """Lay the sequences 1 2 3 and 4 5 down in the second of two rows of three segments."""
+    ends = np.cumsum(taken)
     return run(partial(lay_segments, width=width))(
-        jnp.array([1, 2, 3, 4, 5, 8, 9], jnp.int32),
-        jnp.array([0, 1, 1, 0, 1, 1, 1], bool),
-        jnp.array([0, -1, -2, 0, -3, np.nan, np.nan], jnp.float32),
+        jnp.array([9, 1, 2, 3, 4, 5, 8, 9], jnp.int32),
+        jnp.array([1, 0, 1, 1, 0, 1, 1, 1], bool),
+        jnp.array([np.nan, 0, -1, -2, 0, -3, np.nan, np.nan], jnp.float32),
         jnp.array(advantages, jnp.float32),
-        jnp.array(starts, jnp.int32),
-        jnp.array(lengths, jnp.int32),
+        jnp.array([7, 7, 7, *(ends - taken)], jnp.int32),
+        jnp.array(ends, jnp.int32),
+        jnp.array(1, jnp.int32),
+        jnp.array(3, jnp.int32),
         jnp.array(7, jnp.int32),
     )
 
 
-@pytest.mark.parametrize("advantages", [[0.5, -2.0, 9.0], [0, 0.5, 0.5, 0, -2.0, np.nan, np.nan]])
+PER_SEGMENT = [7, 7, 7, 0.5, -2.0, 9.0]
+PER_TOKEN = [7, 0, 0.5, 0.5, 0, -2.0, np.nan, np.nan]
+
+
+@pytest.mark.parametrize("advantages", [PER_SEGMENT, PER_TOKEN])
 def test_segments_are_shifted_before_they_are_laid_down(run, advantages):
     out = segments(run, advantages, width=5)
     assert out.input_tokens.tolist() == [1, 2, 4, 7, 7]
@@ -102,8 +110,8 @@ def test_segments_are_shifted_before_they_are_laid_down(run, advantages):
 
 
 def test_a_full_row_and_an_empty_one(run):
-    assert segments(run, [0.5, -2.0, 9.0], width=3).segment_ids.tolist() == [1, 1, 2]
-    empty = segments(run, [0.5, -2.0, 9.0], width=3, lengths=(0, 0, 0))
+    assert segments(run, PER_SEGMENT, width=3).segment_ids.tolist() == [1, 1, 2]
+    empty = segments(run, PER_SEGMENT, width=3, taken=(0, 0, 0))
     assert not empty.mask.any()
     assert not empty.segment_ids.any()
 
