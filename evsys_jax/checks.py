@@ -31,6 +31,8 @@ def as_list(values: Any) -> list[Any]:
 
 def sequence(values: Any, name: str) -> Any:
     """Return `values` where they have a length and an order, else raise ValueError."""
+    if isinstance(values, list | tuple):
+        return values
     unordered = isinstance(values, str | bytes | Set | Mapping)
     if unordered or not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
         raise ValueError(f"{name}: a {type(values).__name__} is no sequence")

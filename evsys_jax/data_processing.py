@@ -7,19 +7,24 @@ groups into one Datum per assistant turn. Both run on the array core.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from evsys_jax.datums import DatumMetadata, unpack
-from evsys_jax.plans import MAX_POSITIONS, MIN_ROWS, MIN_WIDTH, bucket, by_width, pad_slots
+from evsys_jax.datums import DatumMetadata, collector_paused, unpack
+from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, bucket, by_width, pad_slots
 from evsys_jax.ragged import MismatchPolicy, ragged_rows, trajectory_table
 from evsys_jax.reference import compute_trajectory_metrics
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     import tinker
+
+    from evsys_jax.batch import TokenBatch
+
+Item = TypeVar("Item")
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +34,11 @@ __all__ = [
     "compute_advantages",
     "compute_trajectory_metrics",
 ]
+
+
+MAX_POSITIONS = 2**18
+"""Padded positions of one batch on the device while Datums are made, about 6 MB: small enough for
+a cache, and for the next batch to be worked on meanwhile."""
 
 
 def compute_advantages(
@@ -96,16 +106,32 @@ def assemble_training_data(
     positions = rows.lengths - 1
     datums: list[Any] = [None] * len(rows)
     metadata: list[Any] = [None] * len(rows)
-    for index in by_width(positions, MAX_POSITIONS):
-        width = bucket(int(positions[index].max()), MIN_WIDTH)
-        least = max(1, min(MIN_ROWS, MAX_POSITIONS // width))
-        slots = pad_slots(index[:, None], bucket(len(index), least))
-        batch = pack_slots(rows, slots, start, width=width, pad_token=0)
-        inputs = [rows.inputs[r] for r in index.tolist()] if rows.inputs else None
-        made, places = unpack(batch, inputs=inputs)
-        for r, datum, place in zip(index.tolist(), made, places, strict=True):
-            datums[r], metadata[r] = datum, place
+
+    def dispatched() -> Iterator[tuple[NDArray[np.int64], TokenBatch]]:
+        for index in by_width(positions, MAX_POSITIONS):
+            width = bucket(int(positions[index].max()), MIN_WIDTH)
+            least = max(1, min(MIN_ROWS, MAX_POSITIONS // width))
+            slots = pad_slots(index[:, None], bucket(len(index), least))
+            yield index, pack_slots(rows, slots, start, width=width, pad_token=0)
+
+    with collector_paused():
+        # The device works on the next batch while Datums are made of this one.
+        for index, batch in _one_ahead(dispatched()):
+            inputs = [rows.inputs[r] for r in index.tolist()] if rows.inputs else None
+            made, places = unpack(batch, inputs=inputs)
+            for r, datum, place in zip(index.tolist(), made, places, strict=True):
+                datums[r], metadata[r] = datum, place
     return datums, metadata
+
+
+def _one_ahead(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield items, each after the next one has been asked for."""
+    stream = iter(items)
+    for waiting in stream:
+        for following in stream:
+            yield waiting
+            waiting = following
+        yield waiting
 
 
 def _turn_to_datum(turn: Any, *, advantage: float) -> tinker.Datum | None:

@@ -5,8 +5,10 @@ The only module that imports tinker, and only inside the functions, since that t
 
 from __future__ import annotations
 
+import gc
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -86,19 +88,37 @@ def unpack(
         fields[key] = np.array(np.asarray(batch.mask)[used], dtype)
     make = _datum_maker(fields)
     datums = []
-    for r, (b, start, size) in enumerate(
-        zip(line.tolist(), begin.tolist(), length.tolist(), strict=True)
-    ):
-        own = slice(start, start + size)
-        model_input = inputs[r] if inputs is not None else None
-        if model_input is None:
-            as_list = tokens == "list" and inputs is None
-            values = input_tokens[b, own]
-            model_input = values.tolist() if as_list else _int32_buffer(values)
-        datums.append(make(model_input, b, own))
+    with collector_paused():
+        for r, (b, start, size) in enumerate(
+            zip(line.tolist(), begin.tolist(), length.tolist(), strict=True)
+        ):
+            own = slice(start, start + size)
+            model_input = inputs[r] if inputs is not None else None
+            if model_input is None:
+                as_list = tokens == "list" and inputs is None
+                values = input_tokens[b, own]
+                model_input = values.tolist() if as_list else _int32_buffer(values)
+            datums.append(make(model_input, b, own))
     places = (batch.segment_group, batch.segment_trajectory, batch.segment_turn)
     columns = np.stack([np.asarray(place) for place in places])[:, line, segment]
     return datums, [DatumMetadata(*place) for place in columns.T.tolist()]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the cyclic garbage collector from running meanwhile.
+
+    Thousands of small objects would set it off again and again, to walk over every list of
+    tokens there is and find nothing: Datums hold no cycles.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _int32_buffer(tokens: NDArray[np.int32]) -> Sequence[int]:

@@ -278,9 +278,7 @@ def trajectory_table(groups: Sequence[Any]) -> TrajectoryTable:
         trains.append(checks.trains(trajectory))
         live = votes[-1] or trains[-1]
         rewards.append(checks.check_reward(trajectory.reward, where) if live else 0.0)
-        metadata = getattr(trajectory, "metadata", None)
-        named = metadata.get("rollout_id") if isinstance(metadata, Mapping) else None
-        ids.append("" if named is None else str(named))
+        ids.append(_metadata(trajectory, "rollout_id"))
     return TrajectoryTable(
         group=np.array(group, np.int32),
         place=np.array(place, np.int32),
@@ -315,9 +313,13 @@ def _length(turn: Any, name: str, where: str) -> int:
 
 def mask_reason(trajectory: Any) -> str:
     """Return why a trajectory does not train, as far as its metadata say."""
+    return _metadata(trajectory, "mask_reason") or "not_training"
+
+
+def _metadata(trajectory: Any, key: str) -> str:
     metadata = getattr(trajectory, "metadata", None)
-    reason = metadata.get("mask_reason") if isinstance(metadata, Mapping) else None
-    return str(reason or "not_training")
+    value = metadata.get(key) if isinstance(metadata, dict | Mapping) else None
+    return "" if value is None else str(value)
 
 
 def _completed_turns(
