@@ -280,7 +280,9 @@ def pack_slots(
         raise ValueError(f"pad_token={pad_token} is no integer in [0, 2**31)")
     token_advantages, rewards, baseline, scale = inputs
     size = len(slots) * (width + slots.shape[1]) + width + 1
-    flat, starts = rows.lay(slots, token_advantages, size=size, room=width + 1)
+    # On a CPU nothing is moved, and what is not written takes no memory.
+    shrink = jax.default_backend() != "cpu"
+    flat, starts = rows.lay(slots, token_advantages, size=size, room=width + 1, shrink=shrink)
     # The means are taken in float64, the one place that needs it, and only there.
     with jax.enable_x64(True):
         batch: TokenBatch = _pack(

@@ -11,6 +11,7 @@ Layout: TypeAlias = Literal["padded", "packed"]
 
 MIN_ROWS = 8
 MIN_WIDTH = 32
+MIN_SEGMENTS = 8
 MAX_POSITIONS = 2**20
 """Padded positions on the device at a time, where a whole run goes through: about 25 MB."""
 
@@ -83,7 +84,7 @@ def plan_slots(positions: NDArray[np.integer], width: int, layout: Layout) -> ND
     if layout == "padded":
         return fitting[:, None]
     bins = first_fit_decreasing(positions[fitting], width)
-    most = bucket(max((len(rows) for rows in bins), default=1), 1)
+    most = bucket(max((len(rows) for rows in bins), default=1), MIN_SEGMENTS)
     slots = np.full((len(bins), most), -1, np.int64)
     for b, rows in enumerate(bins):
         slots[b, : len(rows)] = fitting[rows]

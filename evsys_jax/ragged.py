@@ -146,17 +146,19 @@ class RaggedRows:
         *,
         size: int,
         room: int,
+        shrink: bool,
     ) -> tuple[tuple[NDArray[Any] | None, ...], NDArray[np.int32]]:
-        """Lay chosen rows end to end in buffers of few sizes, with room behind them.
+        """Lay chosen rows end to end in buffers of a given size, with room behind them.
 
         What lies behind the tokens stays unset, since a batch masks it.
 
         Args:
           slots: [B, S] row indices, -1 where there is none.
           advantages: [L] float32 or None.
-          size: of the buffers, halved while they are large and everything fits: few shapes, and
-            no more than twice the bytes that have to be moved.
+          size: of the buffers.
           room: tokens that must lie behind, so that a slice from anywhere is never clamped.
+          shrink: halve the size while it is large and everything fits: more shapes, but no more
+            than twice the bytes that have to be moved to a device.
 
         Returns:
           tokens, sampled, logprobs and advantages, laid; and [B, S] where each slot begins.
@@ -165,7 +167,7 @@ class RaggedRows:
         lengths = self.lengths[order]
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
-        while size > MIN_FLAT and size // 2 >= total + room:
+        while shrink and size > MIN_FLAT and size // 2 >= total + room:
             size //= 2
         if size >= np.iinfo(np.int32).max:
             raise ValueError(f"a batch of {size} tokens is more than int32 can index")

@@ -215,3 +215,14 @@ def test_a_bad_reward_is_named():
     group = TrajectoryGroup([Trajectory([], 1.0), Trajectory([], float("nan"))])
     with pytest.raises(ValueError, match="group 0, trajectory 1: reward nan"):
         ragged_rows([group])
+
+
+def test_buffers_shrink_where_their_bytes_are_moved():
+    rows = rows_of(*[Turn([1], [2], [-1.0]) for _ in range(4)])
+    slots = np.arange(4)[:, None]
+    options = {"size": 2**20, "room": 3}
+    (tokens, *_), starts = rows.lay(slots, None, **options, shrink=False)
+    (shrunk, *_), same = rows.lay(slots, None, **options, shrink=True)
+    assert (len(tokens), len(shrunk)) == (2**20, 2**18)
+    np.testing.assert_array_equal(starts, same)
+    np.testing.assert_array_equal(tokens[:8], shrunk[:8])

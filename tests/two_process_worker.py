@@ -30,7 +30,7 @@ def main(rank: int, port: str, out: str) -> None:
     result = step(batch)
     mine = unshard(batch)
     # Packed, the two halves need different numbers of segments.
-    packed = pack(rows.take(halves(rows)[rank][: 1 + 4 * rank]), width=128, layout="packed")
+    packed = pack(rows.take(halves(rows)[rank][: 1 + 19 * rank]), width=512, layout="packed")
     result["segments"] = packed.segment_lengths.shape[1]
     laid = from_process_local(packed, mesh, renumber_groups=False)
     result["laid_segments"] = laid.segment_lengths.shape[1]
