@@ -10,12 +10,18 @@ from jax.sharding import Mesh
 from sharded_step import step
 
 from evsys_jax.batch import pack
+from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 from evsys_jax.sharding import from_process_local, unshard
 
 
 def halves(rows):
     """Cut the rows where a group begins; the two parts differ in size."""
     return [np.flatnonzero(rows.group < 2), np.flatnonzero(rows.group >= 2)]
+
+
+def small_groups(count):
+    """Make one group of rollouts with one position each."""
+    return [TrajectoryGroup([Trajectory([Turn([1], [2], [-1.0])]) for _ in range(count)])]
 
 
 def main(rank: int, port: str, out: str) -> None:
@@ -29,10 +35,10 @@ def main(rank: int, port: str, out: str) -> None:
     batch = from_process_local(local, mesh, renumber_groups=False)
     result = step(batch)
     mine = unshard(batch)
-    # Packed, the two halves need different numbers of segments.
-    packed = pack(rows.take(halves(rows)[rank][: 1 + 19 * rank]), width=512, layout="packed")
+    # Packed, the two processes need different numbers of segments.
+    packed = pack(small_groups(1 + 19 * rank), width=64, layout="packed")
     result["segments"] = packed.segment_lengths.shape[1]
-    laid = from_process_local(packed, mesh, renumber_groups=False)
+    laid = from_process_local(packed, mesh)
     result["laid_segments"] = laid.segment_lengths.shape[1]
     result["packed_tokens"] = int(unshard(laid).mask.sum())
     result["tokens"] = np.asarray(mine.target_tokens).tolist()
