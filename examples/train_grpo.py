@@ -4,12 +4,13 @@ The first turn asks for the first two of three symbols. The environment answers 
 and the second turn asks for that one and the third. The reward is the share of the four written
 symbols that are right: by chance one in eleven.
 
-    python examples/train_grpo.py --out reward.png
+    python examples/train_grpo.py --out out/reward.png
 """
 
 import argparse
 import tempfile
 import time
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -139,7 +140,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="reward.png", help="the reward curve goes here")
+    parser.add_argument("--out", default="out/reward.png", help="the reward curve goes here")
     options = parser.parse_args()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as captures:
@@ -148,6 +149,7 @@ def main():
     axes = figure.subplots()
     axes.plot(curve)
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05))
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out)
     first, last = np.mean(curve[:3]), np.mean(curve[-10:])
     seconds = time.perf_counter() - began
