@@ -68,6 +68,8 @@ _ROOMS = (
     "segments",
     "sharding",
     "targets",
+    "trajectories",
+    "verdicts",
     "verify",
 )
 _ROOMS_WITH_EXTRAS = ("cli", "dataset")  # of what the `cli` extra brings

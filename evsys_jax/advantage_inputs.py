@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from evsys_jax import checks
 from evsys_jax.advantages import Baseline, Rewards, Scale, centre, group_advantages
 from evsys_jax.plans import MIN_ROWS, bucket
-from evsys_jax.ragged import RaggedRows, TrajectoryTable
+from evsys_jax.ragged import RaggedRows
+from evsys_jax.trajectories import TrajectoryTable
 
 SAFE_REWARD = 1e30
 """Rewards below this give float32 advantages under every baseline, without a scale."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from evsys_jax.ragged import TrajectoryTable
+from evsys_jax.trajectories import TrajectoryTable
 
 Baseline: TypeAlias = Literal["mean", "leave_one_out", "none"]
 Scale: TypeAlias = Literal["none", "group_std", "batch_std"]

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from evsys_jax.collect import CollectReport, RolloutVerdict
     from evsys_jax.dataset import RowWriter
     from evsys_jax.inspection import RolloutSummary
     from evsys_jax.ragged import RaggedRows
     from evsys_jax.rollouts import TrajectoryGroup
+    from evsys_jax.verdicts import CollectReport, RolloutVerdict
 
 app = typer.Typer(
     add_completion=False,

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from evsys_jax.datums import DatumMetadata, collector_paused, unpack
 from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, bucket, by_width, pad_slots
-from evsys_jax.ragged import MismatchPolicy, ragged_rows, trajectory_table
+from evsys_jax.ragged import MismatchPolicy, ragged_rows
 from evsys_jax.reference import compute_trajectory_metrics
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup
+from evsys_jax.trajectories import trajectory_table
 
 if TYPE_CHECKING:
     import tinker

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evsys_jax.account import TokenAccount
-from evsys_jax.ragged import RaggedRows, TrajectoryTable
+from evsys_jax.ragged import RaggedRows
+from evsys_jax.trajectories import TrajectoryTable
 
 if TYPE_CHECKING:
     from evsys_jax.batch import TokenBatch

@@ -21,9 +21,10 @@ from evsys_jax.capture.build import RolloutBuild
 from evsys_jax.capture.peek import lost_calls
 from evsys_jax.capture.sources import find_directory
 from evsys_jax.capture.terminal import TerminalAttribution
-from evsys_jax.collect import JudgedRollout, RolloutVerdict, judge_rollouts
+from evsys_jax.collect import JudgedRollout, judge_rollouts
 from evsys_jax.inline import MaskedError, generated_items, inline_turns
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
+from evsys_jax.verdicts import RolloutVerdict
 
 Records: TypeAlias = str | PathLike[str] | Iterable[Mapping[str, Any]]
 Directories: TypeAlias = Sequence[str | PathLike[str]]

@@ -16,8 +16,8 @@ from evsys_jax import reference
 from evsys_jax.advantage_inputs import trajectory_advantages
 from evsys_jax.advantages import Rewards, centre, group_advantages
 from evsys_jax.batch import pack
-from evsys_jax.ragged import trajectory_table
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup
+from evsys_jax.trajectories import trajectory_table
 
 
 def kernel(run, rewards, votes, ids, kept=None, dtype=jnp.float32, **options):
