@@ -67,11 +67,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 def main() -> None:
     """Run the command line; a request to stop leaves as little behind as Ctrl-C does."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    command = typer.main.get_command(app)
     try:
-        app()
+        sys.exit(command.main(prog_name="evsys-jax", standalone_mode=False) or 0)
     except OSError as error:  # standard output is closed or full
         print(f"evsys-jax: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        sys.exit(2)
+    except Exception as error:
+        # A wrong option or argument: one line, where typer's own printing takes four.
+        if type(error).__name__ == "Abort":  # Ctrl-C
+            sys.exit(130)
+        if not hasattr(error, "format_message"):
+            raise
+        message = error.format_message()
+        if not message.startswith("Usage:"):
+            message = f"evsys-jax: {' '.join(message.split())}"
+        print(message, file=sys.stderr)
+        sys.exit(2)
 
 
 @app.callback()

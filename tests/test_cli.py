@@ -173,6 +173,31 @@ def test_a_request_to_stop_leaves_no_rows(tmp_path):
     assert not any((tmp_path / "o").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["build"], "rollouts"),
+        (["build", EXAMPLE], "--out"),
+        (["build", EXAMPLE, "--out", "x", "--rows", "both"], "both"),
+        (["verify", EXAMPLE, "--workers", "0"], "--workers"),
+        (["no-such-command"], "no-such-command"),
+        (["verify", "none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_bad_usage_is_one_line_that_names_it(arguments, named):
+    command = [sys.executable, "-m", "evsys_jax", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert named in done.stderr
+
+
+def test_without_a_command_there_is_help():
+    done = subprocess.run([sys.executable, "-m", "evsys_jax"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Commands:" in done.stdout + done.stderr
+
+
 def test_bad_usage():
     assert invoke("build", EXAMPLE).exit_code == 2
     assert invoke("build", EXAMPLE, "--out", "x", "--rows", "both").exit_code == 2
