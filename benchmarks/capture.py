@@ -34,6 +34,7 @@ import numpy as np
 import orjson
 from harness import arguments, conclude, describe
 from numpy.typing import NDArray
+from recorded import Shape, captured_entries
 
 from evsys_jax.capture import (
     TokenCaptureSnapshot,
@@ -41,14 +42,11 @@ from evsys_jax.capture import (
     TokenEntry,
     build_rollout,
     encode_token_ids,
-    stamp_lineage,
     trajectories_for_rollout,
 )
 from evsys_jax.capture.lines import read_records
 from evsys_jax.capture.sources import build_from_directories
 
-VOCABULARY = 150_000
-FIRST_PROMPT, BETWEEN, GENERATED = 1_500, 150, 350
 SIZES = {8: 8, 40: 2}  # turns per rollout: rollouts
 
 
@@ -73,7 +71,9 @@ def measure(
     names = [f"0-{number}" for number in range(rollouts)]
     tokens = 0
     for name in names:
-        for entry in make_rollout(random, name, turns, delta):
+        # A long first prompt, then tool output between the generations.
+        shape = Shape(turns, first=1_500, between=150, generated=350)
+        for entry in captured_entries(random, name, shape, delta=delta):
             tokens += len(entry.prompt_token_ids) + len(entry.generation_token_ids)
             store.append(entry)
     fresh = {name: store.state_path_for(name).read_bytes() for name in names}
@@ -190,46 +190,6 @@ def time_interleaved(
             if number:
                 times[name].append(time.perf_counter() - start)
     return times
-
-
-def make_rollout(
-    random: np.random.Generator, rollout_id: str, turns: int, delta: bool
-) -> list[TokenEntry]:
-    """One chain of calls: a long first prompt, then tool output between the generations."""
-    entries: list[TokenEntry] = []
-    sequence = np.empty(0, np.int32)
-    for turn in range(turns):
-        new = random.integers(0, VOCABULARY, BETWEEN if turn else FIRST_PROMPT, dtype=np.int32)
-        generation = random.integers(0, VOCABULARY, GENERATED, dtype=np.int32)
-        parent = entries[-1].model_call_id if entries else None
-        prompt = np.concatenate([sequence, new])
-        sequence = np.concatenate([prompt, generation])
-        entry = TokenEntry(
-            rollout_id=rollout_id,
-            model_call_id=f"call-{turn}",
-            model="policy",
-            prompt_token_ids=new if delta and turn else prompt,
-            generation_token_ids=generation,
-            generation_log_probs=-random.exponential(0.5, GENERATED),
-            output_items=[
-                {
-                    "type": "message",
-                    "role": "assistant",
-                    "content": [{"type": "output_text", "text": f"answer {turn} " * 50}],
-                }
-            ],
-            token_item_index=0,
-            response_id=f"resp-{turn}",
-            created_at=float(turn),
-            parent_call_id=parent,
-            parent_resolution="resolved" if parent else "root",
-            prompt_is_delta=delta and turn > 0,
-        )
-        decision = "resolved" if parent else "root"
-        entries.append(
-            stamp_lineage(entry, parent, parent_resolution=decision, cumulative=sequence)
-        )
-    return entries
 
 
 if __name__ == "__main__":

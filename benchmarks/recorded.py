@@ -58,10 +58,10 @@ def make_calls(random: np.random.Generator, shape: Shape) -> Iterator[Call]:
         behind = end
 
 
-def capture_lines(
+def captured_entries(
     random: np.random.Generator, rollout_id: str, shape: Shape, *, delta: bool
-) -> Iterator[bytes]:
-    """Yield the lines that a model server would record of one rollout."""
+) -> Iterator[TokenEntry]:
+    """Yield the records that a model server would make of one rollout, stamped."""
     parent = None
     for turn, call in enumerate(make_calls(random, shape)):
         entry = TokenEntry(
@@ -80,11 +80,10 @@ def capture_lines(
             prompt_is_delta=delta and turn > 0,
         )
         cumulative = np.concatenate([call.prompt, call.generation])
-        stamp_lineage(
+        yield stamp_lineage(
             entry, parent, parent_resolution=entry.parent_resolution, cumulative=cumulative
         )
         parent = entry.model_call_id
-        yield entry.to_json() + b"\n"
 
 
 def write_captures(
@@ -97,7 +96,10 @@ def write_captures(
     """
     random = np.random.default_rng(seed)
     templates = [
-        b"".join(capture_lines(random, "template", shape, delta=delta))
+        b"".join(
+            entry.to_json() + b"\n"
+            for entry in captured_entries(random, "template", shape, delta=delta)
+        )
         for _ in range(min(TEMPLATES, rollouts))
     ]
     directory.mkdir()

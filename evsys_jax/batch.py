@@ -153,8 +153,9 @@ def pack(
       drop_constant: as in `ragged_rows`; of no effect on rows that are made already.
 
     Returns:
-      A `TokenBatch` on JAX's default device. Padded: rows in their given order, S = 1, filler
-      last. Packed: `segment_row` tells the order; `unpack` gives it back.
+      A `TokenBatch` on JAX's default device; B is rounded up, with empty filler rows last.
+      Padded: rows in their given order, S = 1. Packed: `segment_row` tells the order; `unpack`
+      gives it back.
 
     Raises:
       ValueError: what `ragged_rows` raises; a row longer than `width`, named; advantages that
@@ -218,7 +219,8 @@ def microbatches(
       normalize, advantages, baseline, scale, pad_token: as in `pack`.
 
     Raises:
-      ValueError: what `pack` raises, or a budget that is smaller than one batch row.
+      ValueError: what `pack` raises, or a budget that is smaller than one batch row; when the
+        first batch is asked for.
     """
     inputs = advantage_inputs(
         rows, advantages, baseline=_baseline(normalize, baseline), scale=scale

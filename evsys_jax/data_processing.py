@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-MAX_POSITIONS = 2**18
+CACHED_POSITIONS = 2**18
 """Padded positions of one batch on the device while Datums are made, about 6 MB: small enough for
 a cache, and for the next batch to be worked on meanwhile."""
 
@@ -109,9 +109,9 @@ def assemble_training_data(
     metadata: list[Any] = [None] * len(rows)
 
     def dispatched() -> Iterator[tuple[NDArray[np.int64], TokenBatch]]:
-        for index in by_width(positions, MAX_POSITIONS):
+        for index in by_width(positions, CACHED_POSITIONS):
             width = bucket(int(positions[index].max()), MIN_WIDTH)
-            least = max(1, min(MIN_ROWS, MAX_POSITIONS // width))
+            least = max(1, min(MIN_ROWS, CACHED_POSITIONS // width))
             slots = pad_slots(index[:, None], bucket(len(index), least))
             yield index, pack_slots(rows, slots, start, width=width, pad_token=0)
 
