@@ -1,20 +1,19 @@
 """Groups of rollouts to Datums for tinker's importance_sampling loss, in two steps.
 
 `compute_advantages` compares each reward with its group; `assemble_training_data` flattens the
-groups into one Datum per assistant turn. Both run on the array core.
+groups into one Datum per assistant turn. Both run on the array core: the first with the kernel
+of `evsys_jax.advantages`, the second with that of `evsys_jax.targets`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from evsys_jax.datums import DatumMetadata, collector_paused, unpack
-from evsys_jax.plans import MIN_ROWS, MIN_WIDTH, bucket, by_width, pad_slots
+from evsys_jax.datums import DatumMetadata
 from evsys_jax.ragged import MismatchPolicy, ragged_rows
 from evsys_jax.reference import compute_trajectory_metrics
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup
@@ -22,10 +21,6 @@ from evsys_jax.trajectories import trajectory_table
 
 if TYPE_CHECKING:
     import tinker
-
-    from evsys_jax.batch import TokenBatch
-
-Item = TypeVar("Item")
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +30,6 @@ __all__ = [
     "compute_advantages",
     "compute_trajectory_metrics",
 ]
-
-
-CACHED_POSITIONS = 2**18
-"""Padded positions of one batch on the device while Datums are made, about 6 MB: small enough for
-a cache, and for the next batch to be worked on meanwhile."""
 
 
 def compute_advantages(
@@ -97,42 +87,16 @@ def assemble_training_data(
       ValueError: groups and advantages that don't match; bad tokens, logprobs or advantages,
         named by group, trajectory, turn and index.
     """
-    from evsys_jax.advantage_inputs import AdvantageInputs, per_trajectory
-    from evsys_jax.advantages import centre
-    from evsys_jax.batch import pack_slots
-
-    rows = ragged_rows(trajectory_groups, on_logprob_mismatch=on_logprob_mismatch, keep_lists=True)
-    given = centre(rows.table)._replace(rewards=per_trajectory(rows.table, advantages))
-    start = AdvantageInputs(None, given, "none", "none")
-    positions = rows.lengths - 1
-    datums: list[Any] = [None] * len(rows)
-    metadata: list[Any] = [None] * len(rows)
-
-    def dispatched() -> Iterator[tuple[NDArray[np.int64], TokenBatch]]:
-        for index in by_width(positions, CACHED_POSITIONS):
-            width = bucket(int(positions[index].max()), MIN_WIDTH)
-            least = max(1, min(MIN_ROWS, CACHED_POSITIONS // width))
-            slots = pad_slots(index[:, None], bucket(len(index), least))
-            yield index, pack_slots(rows, slots, start, width=width, pad_token=0)
+    from evsys_jax.advantage_inputs import per_trajectory
+    from evsys_jax.datums import collector_paused, datums_of_runs
+    from evsys_jax.unpadded import iter_runs
 
     with collector_paused():
-        # The device works on the next batch while Datums are made of this one.
-        for index, batch in _one_ahead(dispatched()):
-            inputs = [rows.inputs[r] for r in index.tolist()] if rows.inputs else None
-            made, places = unpack(batch, inputs=inputs)
-            for r, datum, place in zip(index.tolist(), made, places, strict=True):
-                datums[r], metadata[r] = datum, place
-    return datums, metadata
-
-
-def _one_ahead(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield items, each after the next one has been asked for."""
-    stream = iter(items)
-    for waiting in stream:
-        for following in stream:
-            yield waiting
-            waiting = following
-        yield waiting
+        rows = ragged_rows(
+            trajectory_groups, on_logprob_mismatch=on_logprob_mismatch, keep_lists=True
+        )
+        runs = iter_runs(rows, per_trajectory(rows.table, advantages))
+        return datums_of_runs(rows, runs)
 
 
 def _turn_to_datum(turn: Any, *, advantage: float) -> tinker.Datum | None:

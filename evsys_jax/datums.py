@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import tinker
 
     from evsys_jax.batch import TokenBatch
+    from evsys_jax.ragged import RaggedRows
+    from evsys_jax.unpadded import Run
 
 TokenKind: TypeAlias = Literal["list", "buffer"]
 
@@ -45,10 +47,7 @@ class DatumMetadata:
 
 
 def unpack(
-    batch: TokenBatch,
-    *,
-    tokens: TokenKind = "list",
-    inputs: Sequence[Sequence[int] | None] | None = None,
+    batch: TokenBatch, *, tokens: TokenKind = "list"
 ) -> tuple[list[tinker.Datum], list[DatumMetadata]]:
     """Bring a batch down and cut it into Datums, in the order of its rows before packing.
 
@@ -56,8 +55,6 @@ def unpack(
       batch: any layout; filler yields nothing.
       tokens: the model input as a "list" of ints, or as an int32 "buffer" (`array.array`), which
         tinker's wire encoder takes without making Python ints.
-      inputs: [R] the input tokens of each row where the caller still has them as a list, which is
-        then used as it is; a row with None gets a buffer.
 
     Returns:
       One Datum and one `DatumMetadata` per segment. `loss_fn_inputs` holds `target_tokens`
@@ -73,7 +70,7 @@ def unpack(
     line, segment = line[order], segment[order]
     begin, length = starts[line, segment], lengths[line, segment]
     used = (slice(0, int(line.max(initial=-1)) + 1), slice(0, int((begin + length).max(initial=0))))
-    input_tokens = np.asarray(batch.input_tokens)
+    input_tokens = np.ascontiguousarray(np.asarray(batch.input_tokens)[used])
     # One writable copy each: TensorData copies what is read-only or of another dtype.
     fields: dict[str, NDArray[Any]] = {
         "target_tokens": np.array(np.asarray(batch.target_tokens)[used], np.int64),
@@ -86,22 +83,50 @@ def unpack(
     if batch.wire_mask is not None:
         key, dtype = batch.wire_mask
         fields[key] = np.array(np.asarray(batch.mask)[used], dtype)
-    make = _datum_maker(fields)
+    make = _datum_maker({key: values.reshape(-1) for key, values in fields.items()})
+    first = line * input_tokens.shape[1] + begin
     datums = []
     with collector_paused():
-        for r, (b, start, size) in enumerate(
-            zip(line.tolist(), begin.tolist(), length.tolist(), strict=True)
-        ):
-            own = slice(start, start + size)
-            model_input = inputs[r] if inputs is not None else None
-            if model_input is None:
-                as_list = tokens == "list" and inputs is None
-                values = input_tokens[b, own]
-                model_input = values.tolist() if as_list else _int32_buffer(values)
-            datums.append(make(model_input, b, own))
+        for start, stop in zip(first.tolist(), (first + length).tolist(), strict=True):
+            values = input_tokens.reshape(-1)[start:stop]
+            as_list = tokens == "list"
+            model_input = values.tolist() if as_list else _int32_buffer(values)
+            datums.append(make(model_input, start, stop))
     places = (batch.segment_group, batch.segment_trajectory, batch.segment_turn)
     columns = np.stack([np.asarray(place) for place in places])[:, line, segment]
     return datums, [DatumMetadata(*place) for place in columns.T.tolist()]
+
+
+def datums_of_runs(
+    rows: RaggedRows, runs: Iterable[Run]
+) -> tuple[list[tinker.Datum], list[DatumMetadata]]:
+    """Cut runs of rows into Datums, one per row, in order.
+
+    Args:
+      rows: the rows; the model input is a row's own list where `rows.inputs` has one, else an
+        int32 buffer.
+      runs: what `iter_runs` makes of them. The Datums of a run share its arrays.
+
+    Returns:
+      One Datum and one `DatumMetadata` per row, as `unpack` does.
+    """
+    datums: list[tinker.Datum] = []
+    starts, positions = rows.offsets.tolist(), (rows.lengths - 1).tolist()
+    for run in runs:
+        make = _datum_maker(
+            {
+                "target_tokens": run.target_tokens,
+                "logprobs": run.logprobs,
+                "advantages": run.advantages,
+            }
+        )
+        for r, begin in zip(run.rows, run.begins, strict=True):
+            tokens: Sequence[int] | None = rows.inputs[r] if rows.inputs is not None else None
+            if tokens is None:
+                tokens = _int32_buffer(rows.tokens[starts[r] : starts[r] + positions[r]])
+            datums.append(make(tokens, begin, begin + positions[r]))
+    places = (rows.group.tolist(), rows.trajectory.tolist(), rows.turn.tolist())
+    return datums, [DatumMetadata(*place) for place in zip(*places, strict=True)]
 
 
 @contextmanager
@@ -133,11 +158,11 @@ def _int32_buffer(tokens: NDArray[np.int32]) -> Sequence[int]:
 
 def _datum_maker(
     fields: dict[str, NDArray[Any]],
-) -> Callable[[Sequence[int], int, slice], tinker.Datum]:
+) -> Callable[[Sequence[int], int, int], tinker.Datum]:
     """Return what makes one Datum of checked tokens, without validating every token once more.
 
     Args:
-      fields: [B, T] arrays by key, int64 or float32 and writable, which the Datums share.
+      fields: [P] arrays by key, int64 or float32 and writable, which the Datums share.
     """
     from tinker.types import Datum, EncodedTextChunk, ModelInput, TensorData
 
@@ -146,13 +171,12 @@ def _datum_maker(
         for key, values in fields.items()
     ]
 
-    def make(tokens: Sequence[int], b: int, own: slice) -> tinker.Datum:
-        shape = [own.stop - own.start]
+    def make(tokens: Sequence[int], start: int, stop: int) -> tinker.Datum:
         chunk = EncodedTextChunk.model_construct(tokens=tokens)
         return Datum(
-            model_input=ModelInput.model_construct(chunks=[chunk]),
+            model_input=ModelInput(chunks=[chunk]),
             loss_fn_inputs={
-                key: TensorData(data=values[b, own], dtype=dtype, shape=shape[:])
+                key: TensorData(data=values[start:stop], dtype=dtype, shape=[stop - start])
                 for key, values, dtype in columns
             },
         )

@@ -52,28 +52,14 @@ def fill(pieces: Pieces, *, keep_lists: bool = False) -> dict[str, Any] | None:
     total = int(ends[-1]) if len(ends) else 0
     tokens = np.empty(total, np.int32)
     logprobs = np.zeros(total, np.float32)
-    inputs: list[list[int] | None] = []
     try:
         with np.errstate(over="ignore"):
-            for first, last in pairwise([*pieces.row_pieces, len(pieces.tokens)]):
-                row = pieces.tokens[first:last]
-                if keep_lists and all(isinstance(piece, list) for piece in row):
-                    joined = list(row[0])
-                    for piece in row[1:]:
-                        joined += piece
-                    _copy_tokens(joined, tokens, starts[first], len(joined))
-                    del joined[-1:]
-                    inputs.append(joined)
-                    continue
-                inputs.append(None)
-                for i, piece in enumerate(row, start=first):
-                    _copy_tokens(piece, tokens, starts[i], pieces.lengths[i])
-            for piece, start, length in zip(pieces.logprobs, starts, pieces.lengths, strict=True):
-                if piece is not None:
-                    _copy_logprobs(piece, logprobs, start, length)
+            inputs = _fill_tokens(pieces, tokens, starts, keep_lists)
+            _fill_logprobs(pieces, logprobs, starts)
     except (struct.error, ValueError, TypeError, OverflowError):
         return None
-    if tokens.size and (tokens.min() < 0 or not np.isfinite(logprobs).all()):
+    # What is not a number is both the least and the greatest of all.
+    if total and (tokens.min() < 0 or not np.isfinite([logprobs.min(), logprobs.max()]).all()):
         return None
     if _hides_bool(pieces, tokens, starts):
         return None
@@ -87,6 +73,72 @@ def fill(pieces: Pieces, *, keep_lists: bool = False) -> dict[str, Any] | None:
         "turn": np.array(pieces.turn, np.int32),
         **({"inputs": inputs} if keep_lists else {}),
     }
+
+
+def _fill_tokens(
+    pieces: Pieces, out: NDArray[np.int32], starts: list[int], keep_lists: bool
+) -> list[list[int] | None]:
+    """Write all tokens into `out`; return what `fill` calls inputs."""
+    rows = len(pieces.row_pieces)
+    if _joined_arrays(pieces.tokens, "iu", out):
+        return [None] * rows
+    inputs: list[list[int] | None] = []
+    for first, last in pairwise([*pieces.row_pieces, len(pieces.tokens)]):
+        row = pieces.tokens[first:last]
+        if keep_lists and all(isinstance(piece, list) for piece in row):
+            joined = list(row[0])
+            for piece in row[1:]:
+                joined += piece
+            _copy_tokens(joined, out, starts[first], len(joined))
+            del joined[-1:]
+            inputs.append(joined)
+            continue
+        inputs.append(None)
+        for i, piece in enumerate(row, start=first):
+            _copy_tokens(piece, out, starts[i], pieces.lengths[i])
+    return inputs
+
+
+def _fill_logprobs(pieces: Pieces, out: NDArray[np.float32], starts: list[int]) -> None:
+    """Write the logprobs of all pieces that have some into `out`, which holds zeros."""
+    longest = max(pieces.lengths, default=0)
+    nothing = np.zeros(longest, np.float32)
+    whole = [
+        nothing[:length] if piece is None else piece
+        for piece, length in zip(pieces.logprobs, pieces.lengths, strict=True)
+    ]
+    if _joined_arrays(whole, "fiu", out):
+        return
+    for piece, start, length in zip(pieces.logprobs, starts, pieces.lengths, strict=True):
+        if piece is not None:
+            _copy_logprobs(piece, out, start, length)
+
+
+def _joined_arrays(pieces: list[Any], kinds: str, out: NDArray[Any]) -> bool:
+    """Write pieces into `out` in one go where all are 1-D arrays of numbers; tell whether so.
+
+    Args:
+      pieces: that together are as long as `out`.
+      kinds: of numbers that are welcome, in numpy's letters.
+      out: int32 or float32.
+
+    Raises:
+      ValueError: an integer that int32 can't hold.
+    """
+    if set(map(type, pieces)) != {np.ndarray} or not all(piece.ndim == 1 for piece in pieces):
+        return False
+    dtypes = {piece.dtype for piece in pieces}
+    common = np.result_type(*dtypes)
+    if any(dtype.kind not in kinds for dtype in dtypes) or common.kind not in kinds:
+        return False
+    if out.dtype == np.int32 and not np.can_cast(common, np.int32):
+        wide = np.concatenate(pieces)
+        if wide.size and not (0 <= int(wide.min()) and int(wide.max()) < checks.TOKEN_LIMIT):
+            raise ValueError("token ids must lie in [0, 2**31)")
+        out[:] = wide
+    else:
+        np.concatenate(pieces, out=out, casting="same_kind")
+    return True
 
 
 def token_array(values: Any) -> NDArray[np.int32]:
@@ -160,9 +212,10 @@ def _copy_logprobs(piece: Any, out: NDArray[np.float32], start: int, length: int
             out[start : start + length] = array
             return
         piece = checks.as_list(piece)
-    if bool in set(map(type, piece)):
-        raise ValueError("a logprob is a number, not a bool")
     struct.pack_into(f"{length}f", out.data, 4 * start, *piece)
+    # C takes True and False for 1 and 0; below them there is nothing to suspect.
+    if length and not out[start : start + length].max() < 0 and bool in set(map(type, piece)):
+        raise ValueError("a logprob is a number, not a bool")
 
 
 def _hides_bool(pieces: Pieces, tokens: NDArray[np.int32], starts: list[int]) -> bool:

@@ -222,10 +222,7 @@ def ragged_rows(
     constant = constant_groups(table) if drop_constant else np.zeros(len(groups), bool)
     account, plan, padded = TokenAccount(), Pieces(), 0
     for index, (g, _, trajectory, where) in enumerate(checks.members(groups)):
-        generated = sum(
-            _length(turn, "completion_tokens", f"{where}, turn {k}")
-            for k, turn in enumerate(trajectory.turns)
-        )
+        generated = _generated(trajectory.turns, where)
         account.captured += generated
         if not table.trains[index]:
             account.masked[mask_reason(trajectory)] += generated
@@ -246,11 +243,13 @@ def ragged_rows(
     return RaggedRows(**flat, table=table, account=account)
 
 
-def _length(turn: Any, name: str, where: str) -> int:
-    values = getattr(turn, name)
-    if not hasattr(values, "__len__"):
-        raise ValueError(f"{where}: {name}: a {type(values).__name__} is no sequence")
-    return len(values)
+def _generated(turns: Sequence[Any], where: str) -> int:
+    """Count the completion tokens of a trajectory."""
+    for k, turn in enumerate(turns):
+        if not hasattr(turn.completion_tokens, "__len__"):
+            kind = type(turn.completion_tokens).__name__
+            raise ValueError(f"{where}, turn {k}: completion_tokens: a {kind} is no sequence")
+    return sum(len(turn.completion_tokens) for turn in turns)
 
 
 def _completed_turns(

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evsys_jax import reference
+from evsys_jax.advantage_inputs import trajectory_advantages
 from evsys_jax.batch import iter_packed
-from evsys_jax.ragged import RowKind, ragged_rows
+from evsys_jax.ragged import RaggedRows, RowKind, ragged_rows
+from evsys_jax.unpadded import iter_runs
 
 MAX_DIFFERENCES = 10
 
@@ -49,10 +51,11 @@ def compare(
     normalize: bool = True,
     on_rows: Callable[[int], None] | None = None,
 ) -> Comparison:
-    """Compute every row twice, plainly and as arrays, and compare field by field.
+    """Compute every row plainly and as arrays, and compare field by field.
 
-    Tokens, targets, masks and logprobs (rounded to float32) must agree bit for bit, advantages
-    to the last bit of float32.
+    Both ways of the arrays are held to the reference: padded batches, as a training loop gets
+    them, and the unpadded runs that Datums are cut from. Tokens, targets, masks and logprobs
+    (rounded to float32) must agree bit for bit, advantages to the last bit of float32.
 
     Args:
       groups: [G] groups; see `evsys_jax.rollouts`.
@@ -63,9 +66,10 @@ def compare(
     result = Comparison()
     advantages = reference.compute_advantages(groups, normalize=normalize)
     plain = reference.iter_training_rows(groups, advantages, rows=rows)
-    arrays = _array_rows(groups, rows, normalize)
-    for expected, actual in zip_longest(plain, arrays):
-        found = _first_difference(expected, actual)
+    ragged = ragged_rows(groups, rows=rows)
+    padded, unpadded = _padded_rows(ragged, normalize), _unpadded_rows(ragged, normalize)
+    for expected, *actual in zip_longest(plain, padded, unpadded):
+        found = next(filter(None, (_first_difference(expected, row) for row in actual)), "")
         result.rows += 1
         result.positions += len(expected.mask) if expected is not None else 0
         if found:
@@ -77,12 +81,9 @@ def compare(
     return result
 
 
-def _array_rows(
-    groups: Sequence[Any], rows: RowKind, normalize: bool
-) -> Iterator[dict[str, NDArray[Any]]]:
-    """Yield each row of the array path as arrays by field, padding cut off."""
-    ragged = ragged_rows(groups, rows=rows)
-    for _, batch in iter_packed(ragged, normalize=normalize):
+def _padded_rows(rows: RaggedRows, normalize: bool) -> Iterator[dict[str, NDArray[Any]]]:
+    """Yield each row of the padded batches as arrays by field, padding cut off."""
+    for _, batch in iter_packed(rows, normalize=normalize):
         host = {name: np.asarray(getattr(batch, name)) for name in _FIELDS}
         places = np.stack(
             [
@@ -97,14 +98,32 @@ def _array_rows(
                 yield {**row, "place": places[:, b, 0]}
 
 
+def _unpadded_rows(rows: RaggedRows, normalize: bool) -> Iterator[dict[str, NDArray[Any]]]:
+    """Yield each row of the unpadded runs as arrays by field."""
+    advantages = trajectory_advantages(rows.table, baseline="mean" if normalize else "none")
+    places = np.stack([rows.group, rows.trajectory, rows.turn], axis=1)
+    positions = (rows.lengths - 1).tolist()
+    for run in iter_runs(rows, advantages):
+        for r, begin in zip(run.rows, run.begins, strict=True):
+            own = slice(begin, begin + positions[r])
+            yield {
+                "target_tokens": run.target_tokens[own],
+                "logprobs": run.logprobs[own],
+                "advantages": run.advantages[own],
+                "place": places[r],
+            }
+
+
 def _first_difference(expected: reference.Row | None, actual: dict[str, Any] | None) -> str:
-    """Describe where two rows differ first, or return ""."""
+    """Describe where two rows differ first in the fields that the arrays have, or return ""."""
     if expected is None or actual is None:
         return f"only in the {'arrays' if expected is None else 'reference'}"
     place = [expected.group, expected.trajectory, expected.turn]
     if actual["place"].tolist() != place:
         return f"the arrays have the row of (group, trajectory, turn) {actual['place'].tolist()}"
     for name in _FIELDS:
+        if name not in actual:
+            continue
         plain, array = getattr(expected, name), actual[name]
         if len(plain) != len(array):
             return f"{name}: reference has {len(plain)} positions, arrays {len(array)}"

@@ -10,7 +10,7 @@ from generators import random_groups
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evsys_jax import reference
+from evsys_jax import reference, verify
 from evsys_jax.batch import pack
 from evsys_jax.data_processing import assemble_training_data, compute_advantages
 from evsys_jax.ragged import ragged_rows
@@ -168,3 +168,17 @@ def test_compare_finds_a_difference(monkeypatch):
     assert found.differing == found.rows > 0
     assert "logprobs" in found.differences[0]
     assert "row 0 (group" in found.differences[0]
+
+
+def test_compare_looks_at_the_unpadded_way_too(monkeypatch):
+    real = verify.iter_runs
+
+    def spoiled(rows, advantages):
+        for run in real(rows, advantages):
+            run.logprobs[run.begins[-1]] += 1.0
+            yield run
+
+    monkeypatch.setattr(verify, "iter_runs", spoiled)
+    found = compare(random_groups(3))
+    assert found.differing == 1
+    assert "logprobs[0]" in found.differences[0]
