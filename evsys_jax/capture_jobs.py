@@ -9,20 +9,23 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from itertools import islice
+from contextlib import nullcontext, suppress
+from itertools import count, islice
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeAlias
 
 from evsys_jax.capture.build import RolloutBuild
 from evsys_jax.capture.protocols import TokenSource
 from evsys_jax.capture.sources import build_from_directories, build_from_source
+from evsys_jax.capture.stamps import one_thread
 
 Captures: TypeAlias = str | PathLike[str] | Sequence[str | PathLike[str]] | TokenSource
 
@@ -116,9 +119,20 @@ def _build(job: CaptureJob | None, directories: list[Path], freeze: bool) -> Rol
 
 
 def _build_chunk(
-    jobs: list[CaptureJob | None], directories: list[Path], freeze: bool
+    jobs: list[CaptureJob | None], directories: list[Path], freeze: bool, alone: bool
 ) -> list[RolloutBuild | None]:
-    return [_build(job, directories, freeze) for job in jobs]
+    with one_thread() if alone else nullcontext():
+        return [_build(job, directories, freeze) for job in jobs]
+
+
+def _build_chunk_into(path: str, *arguments: Any) -> None:
+    """Build a chunk and leave it in a file.
+
+    A pipe holds a few builds at a time: the worker would stand still until whoever started it had
+    a turn to read.
+    """
+    with open(path, "wb") as file:
+        pickle.dump(_build_chunk(*arguments), file, pickle.HIGHEST_PROTOCOL)
 
 
 def _share_builds(
@@ -133,33 +147,31 @@ def _share_builds(
     """
     stream = iter(jobs)
     waiting: deque[_Shared] = deque()
+    numbers = count()
+    common = (directories, freeze, workers >= (os.cpu_count() or 1))
     # A fresh interpreter: a fork would take over JAX's threads in an unknown state.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers - 1, mp_context=context, initializer=_end_with_parent) as pool:
+    with (
+        TemporaryDirectory(prefix="evsys-jax-") as folder,
+        ProcessPoolExecutor(workers - 1, mp_context=context, initializer=_end_with_parent) as pool,
+    ):
         while True:
             while len(waiting) < _AHEAD * workers and (chunk := list(islice(stream, CHUNK))):
-                waiting.append(_Shared(chunk))
+                waiting.append(_Shared(chunk, Path(folder, str(next(numbers)))))
             if not waiting:
                 return
             # Two for each process, so that one is at hand when one is done.
             begun = sum(each.future is not None and not each.future.done() for each in waiting)
-            free = [each for each in waiting if each.future is None]
+            free = [each for each in waiting if each.future is None and each.builds is None]
             for each in free[1 : 1 + max(0, 2 * (workers - 1) - begun)]:
                 with suppress(BrokenProcessPool):  # then it is built here, when its turn comes
-                    each.future = pool.submit(_build_chunk, each.jobs, directories, freeze)
+                    each.future = pool.submit(_build_chunk_into, str(each.path), each.jobs, *common)
             head = waiting[0]
-            if free and not (head.future is not None and head.future.done()):
-                free[0].future = Future()
-                free[0].future.set_result(_build_chunk(free[0].jobs, directories, freeze))
-            elif head.future is not None:
+            if free and not head.done():
+                free[0].builds = _build_chunk(free[0].jobs, *common)
+            else:
                 waiting.popleft()
-                try:
-                    builds = head.future.result()
-                except Exception as error:
-                    # A build never raises: the worker died, or what it needs does not pickle.
-                    logger.warning("built here, since a worker process failed: %s", error)
-                    builds = _build_chunk(head.jobs, directories, freeze)
-                yield from zip(head.carried, builds, strict=True)
+                yield from zip(head.carried, head.result(*common), strict=True)
 
 
 def _end_with_parent() -> None:
@@ -175,12 +187,31 @@ def _end_with_parent() -> None:
 
 
 class _Shared:
-    """A chunk of jobs, and its builds once someone has begun them."""
+    """A chunk of jobs, and its builds: made here, or by a worker that leaves them in a file."""
 
-    def __init__(self, chunk: list[tuple[Any, CaptureJob | None]]) -> None:
+    def __init__(self, chunk: list[tuple[Any, CaptureJob | None]], path: Path) -> None:
         self.carried = [carried for carried, _ in chunk]
         self.jobs = [job for _, job in chunk]
-        self.future: Future[list[RolloutBuild | None]] | None = None
+        self.path = path
+        self.future: Future[None] | None = None
+        self.builds: list[RolloutBuild | None] | None = None
+
+    def done(self) -> bool:
+        """Tell whether `result` has nothing to wait for."""
+        return self.builds is not None or (self.future is not None and self.future.done())
+
+    def result(self, *common: Any) -> list[RolloutBuild | None]:
+        """Wait for the builds; make them here where a worker could not."""
+        if self.builds is None and self.future is not None:
+            try:
+                self.future.result()
+                with open(self.path, "rb") as file:
+                    self.builds = pickle.load(file)
+                self.path.unlink()
+            except Exception as error:
+                # A build never raises: the worker died, or what it needs does not pickle.
+                logger.warning("built here, since a worker process failed: %s", error)
+        return _build_chunk(self.jobs, *common) if self.builds is None else self.builds
 
 
 def _await_builds(

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -283,6 +284,32 @@ def test_chunks_are_shared_in_order_with_this_process_at_work_too(tmp_path, monk
     assert [build.rollout_id for _, build in results] == names
     assert all(build.trains for _, build in results)
     assert 0 < len(built_here) < len(names)
+
+
+@pytest.mark.parametrize("taken", [1, 40])
+def test_what_workers_hand_over_is_gone_afterwards(tmp_path, monkeypatch, taken):
+    names = [f"0-{n}" for n in range(40)]
+    fill(tmp_path / "captures", {name: two_turns(name) for name in names})
+    monkeypatch.setattr(capture_jobs, "CHUNK", 2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "handed"))
+    (tmp_path / "handed").mkdir()
+    jobs = [(name, capture_jobs.CaptureJob(name, {})) for name in names]
+    results = capture_jobs.run_jobs(jobs, tmp_path / "captures", workers=2)
+    assert [carried for carried, _ in islice(results, taken)] == names[:taken]
+    results.close()
+    assert list((tmp_path / "handed").iterdir()) == []
+
+
+def test_a_handover_that_cannot_be_read_is_built_here(tmp_path, monkeypatch, caplog):
+    fill(tmp_path, {f"0-{n}": two_turns(f"0-{n}") for n in range(40)})
+
+    def load(file):
+        raise OSError("gone")
+
+    monkeypatch.setattr(capture_jobs.pickle, "load", load)
+    _, report = collect([record(n) for n in range(40)], captures=tmp_path, workers=2)
+    assert all(verdict.trains for verdict in report.verdicts)
+    assert "a worker process failed: gone" in caplog.text
 
 
 def test_a_record_keeps_the_tokens_that_it_carries(tmp_path):

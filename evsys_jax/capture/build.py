@@ -292,9 +292,13 @@ def check_log_probs(chains: Iterable[Chain]) -> None:
     Raises:
       ValueError: one has not; names the call.
     """
-    for entry in iter_chain_entries(chains):
-        log_probs = np.asarray(entry.generation_log_probs, np.float64)
-        tokens = len(entry.generation_token_ids)
+    entries = list(iter_chain_entries(chains))
+    arrays = [np.asarray(entry.generation_log_probs, np.float64) for entry in entries]
+    counts = [len(entry.generation_token_ids) for entry in entries]
+    fitting = all(array.shape == (count,) for array, count in zip(arrays, counts, strict=True))
+    if fitting and np.isfinite(np.concatenate([np.empty(0), *arrays])).all():
+        return
+    for entry, log_probs, tokens in zip(entries, arrays, counts, strict=True):
         what = f"call {entry.model_call_id!r}: generation_log_probs"
         if log_probs.shape != (tokens,):
             raise ValueError(f"{what} has shape {log_probs.shape} for {tokens} generated tokens")

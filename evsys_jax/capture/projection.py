@@ -189,7 +189,7 @@ def _assert_contiguous_arrays(pairs: list[tuple[Any, Any]]) -> None:
         if not (
             len(next_prompt) >= end
             and (_share_start(next_prompt, prompt) or np.array_equal(next_prompt[:middle], prompt))
-            and np.array_equal(next_prompt[middle:end], generation)
+            and _same_ids(next_prompt[middle:end], generation)
         ):
             raise AssertionError(_describe_break(index, end))
         prompt, generation = next_prompt, next_generation
@@ -204,6 +204,12 @@ def _share_start(left: NDArray[Any], right: NDArray[Any]) -> bool:
         and left.dtype == right.dtype
         and left.strides == right.strides
     )
+
+
+def _same_ids(left: NDArray[Any], right: NDArray[Any]) -> bool:
+    if left.dtype == right.dtype == np.int32:
+        return left.tobytes() == right.tobytes()  # for a few hundred ids faster than numpy
+    return np.array_equal(left, right)
 
 
 def _to_list(values: Any) -> Any:

@@ -51,7 +51,8 @@ class RecentPrompts:
     """The last long prompts of a file with their texts, the latest first."""
 
     def __init__(self) -> None:
-        self._known: deque[tuple[bytes, Prompt]] = deque(maxlen=_RECENT)
+        # Views of the files: a copy of each would be as much as the whole prompts of a file.
+        self._known: deque[tuple[memoryview, Prompt]] = deque(maxlen=_RECENT)
 
     def find(self, data: bytes, begin: int, end: int) -> tuple[Prompt, bytes] | None:
         """Find what a prompt continues, and remember it.
@@ -72,13 +73,15 @@ class RecentPrompts:
                 return known, b""
             if data[behind] == _COMMA:
                 fresh = data[behind + 1 : end]
-                return (self._remember(data[begin:end], known), fresh) if fresh else None
-        text = data[begin:end]
-        return (self._remember(text, None) if len(text) >= _SHORT else Prompt(None)), text
+                if not fresh:
+                    return None
+                return self._remember(data, begin, end, known), fresh
+        long = end - begin >= _SHORT
+        return self._remember(data, begin, end, None) if long else Prompt(None), data[begin:end]
 
-    def _remember(self, text: bytes, before: Prompt | None) -> Prompt:
+    def _remember(self, data: bytes, begin: int, end: int, before: Prompt | None) -> Prompt:
         prompt = Prompt(before)
-        self._known.appendleft((text, prompt))
+        self._known.appendleft((memoryview(data)[begin:end], prompt))
         return prompt
 
     def forget(self) -> None:

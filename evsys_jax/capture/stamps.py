@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from numpy.typing import NDArray
@@ -17,7 +18,20 @@ from evsys_jax.capture.tokentree import Mark, TokenTree
 # Bytes to hash, from which on it pays to wake another thread: about a quarter of a millisecond.
 _WORTH_A_THREAD = 1 << 19
 
+_ALONE = ContextVar("_ALONE", default=False)
+
 Words = NDArray[Any]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Hash in the calling thread alone meanwhile: where every core has its work, a second thread
+    is one more that wants a turn."""
+    token = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
 
 
 class Stamps:
@@ -37,7 +51,8 @@ class Stamps:
         self._waiting: dict[Mark, list[Words]] = {}
 
     def hash_ahead(self, marks: Iterable[Mark]) -> None:
-        """Let a second thread begin with digests that will be asked for, the longest first.
+        """Let a second thread begin with digests that will be asked for, the longest first, unless
+        that is switched off by `one_thread`.
 
         Whoever asks waits for nothing: a digest that is not there yet is computed at once, and
         the other thread does not take it any more. Hashing holds no lock of the interpreter.
@@ -45,6 +60,8 @@ class Stamps:
         Args:
           marks: what will be asked for, in about increasing length.
         """
+        if _ALONE.get():
+            return
         self._waiting = {
             mark: self._pieces(mark) for mark in sorted(set(marks), key=lambda mark: mark[1])
         }

@@ -14,7 +14,7 @@ from reference_builder import build_by_reference
 from evsys_jax.capture.build import build_rollout
 from evsys_jax.capture.builder import BuildOutput, iter_chain_entries, prefix_merging, run_builder
 from evsys_jax.capture.records import TokenEntry, compute_digest
-from evsys_jax.capture.stamps import Stamps
+from evsys_jax.capture.stamps import Stamps, one_thread
 from evsys_jax.capture.tokentree import START, MarkIndex, TokenTree
 
 
@@ -192,6 +192,22 @@ def test_a_second_thread_hashes_the_same(sequences: list[list[int]], data: st.Da
         ahead.hash_ahead(some)
         for mark, sequence in data.draw(st.permutations(list(zip(marks, sequences, strict=True)))):
             assert ahead.digest(mark) == compute_digest(sequence)
+
+
+def test_the_second_thread_can_be_done_without() -> None:
+    asked: list[str] = []
+    tree = TokenTree()
+    mark = tree.extend(START, np.array([1, 2, 3], np.int32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evsys_jax.capture.stamps._WORTH_A_THREAD", 0)
+        patch.setattr("evsys_jax.capture.stamps._helper", lambda: asked.append("thread"))
+        with one_thread():
+            alone = Stamps(tree)
+            alone.hash_ahead([mark])
+            assert asked == []
+        assert alone.digest(mark) == compute_digest([1, 2, 3])
+        Stamps(tree).hash_ahead([mark])
+        assert asked == ["thread"]
 
 
 def test_a_forked_child_does_not_wait_for_the_thread_of_its_parent() -> None:
