@@ -16,7 +16,7 @@ from harness import arguments, conclude, describe, measure
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
     "import evsys_jax": ["-c", "import evsys_jax"],
-    "evsys-jax --help": ["-c", "from evsys_jax.cli import main; main()", "--help"],
+    "evsys-jax --help": ["-c", "from evsys_jax.__main__ import main; main()", "--help"],
 }
 
 

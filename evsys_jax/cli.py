@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from evsys_jax.__main__ import ABOUT, COMMANDS
+
 if TYPE_CHECKING:
     from evsys_jax.dataset import RowWriter
     from evsys_jax.inspection import RolloutSummary
@@ -86,12 +88,12 @@ def main() -> None:
         sys.exit(2)
 
 
-@app.callback()
+@app.callback(help=ABOUT)
 def _about() -> None:
-    """Exact, JAX-vectorized training rows from recorded rollouts."""
+    pass
 
 
-@app.command()
+@app.command(short_help=COMMANDS["build"])
 def build(
     rollouts: Rollouts,
     out: Annotated[Path, typer.Option("--out", help="Directory for rows.parquet, report.json.")],
@@ -135,7 +137,7 @@ def build(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(short_help=COMMANDS["verify"])
 def verify(
     rollouts: Rollouts,
     captures: CapturesOption = None,
@@ -145,7 +147,7 @@ def verify(
     keep_incomplete: KeepIncomplete = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compute every row twice, plainly and as arrays, and compare field by field.
+    """Compute every row plainly and as arrays, and compare field by field.
 
     Exit code 0: identical. 1: differences, the first of which are printed. 2: bad usage or
     unreadable input.
@@ -176,7 +178,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(short_help=COMMANDS["inspect"])
 def inspect(
     rollouts: Rollouts,
     captures: CapturesOption = None,
@@ -399,7 +401,3 @@ def _fail(message: str, code: int = 2) -> NoReturn:
     """End with one line."""
     print(f"evsys-jax: {message}", file=sys.stderr)
     raise typer.Exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+from evsys_jax import __main__ as entry
 from evsys_jax import reference
 from evsys_jax.cli import app
 from evsys_jax.collect import collect
@@ -227,3 +228,25 @@ def test_verify_shows_the_first_differences(monkeypatch):
     assert "(group 2, trajectory 1, turn 0): target_tokens[" in result.stdout
     found = json.loads(invoke("verify", EXAMPLE, "--json").stdout)
     assert found["differing_rows"] == len(found["differences"]) > 0
+
+
+def test_the_overview_is_the_help_of_the_commands(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["evsys-jax", "--help"])
+    entry.main()
+    told = CliRunner().invoke(app, ["--help"], prog_name="evsys-jax", terminal_width=100)
+    assert capsys.readouterr().out == told.stdout
+
+
+def test_an_overview_that_cannot_be_printed_is_one_line(monkeypatch, capsys):
+    class Full:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "argv", ["evsys-jax", "--help"])
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(SystemExit, match="2"):
+        entry.main()
+    assert capsys.readouterr().err == "evsys-jax: [Errno 28] No space left on device\n"

@@ -75,3 +75,10 @@ def test_without_the_extra_the_command_says_what_to_install():
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "needs typer: pip install 'evsys_jax[cli]'" in done.stderr
+
+
+def test_the_overview_is_there_without_the_extra():
+    code = "import sys\nsys.modules['typer'] = None\nfrom evsys_jax.__main__ import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "inspect  List what became of every rollout" in done.stdout
