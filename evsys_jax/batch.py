@@ -29,6 +29,7 @@ from evsys_jax.plans import (
     Layout,
     bucket,
     in_order,
+    one_ahead,
     pad_slots,
     plan_slots,
 )
@@ -188,12 +189,16 @@ def iter_packed(
       max_positions: B * T of a batch at most, where one row alone does not exceed it.
       **options: of `pack`.
 
-    Yields:
-      The rows of each batch, and the batch.
+    Returns:
+      An iterator over the rows of each batch, and the batch; one batch ahead of what is asked for.
     """
-    for part in in_order(rows.lengths - 1, max_positions):
-        chosen = rows.take(np.arange(part.start, part.stop))
-        yield chosen, pack(chosen, **options)
+
+    def packed() -> Iterator[tuple[RaggedRows, TokenBatch]]:
+        for part in in_order(rows.lengths - 1, max_positions):
+            chosen = rows.take(np.arange(part.start, part.stop))
+            yield chosen, pack(chosen, **options)
+
+    return one_ahead(packed())
 
 
 def microbatches(

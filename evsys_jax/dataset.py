@@ -6,6 +6,7 @@ Needs pyarrow (the `cli` extra). A file appears under its name only when it is w
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -49,7 +50,9 @@ _LISTS = ("input_tokens", "target_tokens", "logprobs", "advantages", "mask")
 class RowWriter:
     """Writes batches to a Parquet file, one row group each, and renames it into place at the end.
 
-    A context manager: where its block raises, nothing is left behind.
+    A context manager: where its block raises, nothing is left behind. A batch is encoded by a
+    second thread while the caller makes the next one; what goes wrong there is raised by the next
+    `write`, or at the end.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -57,6 +60,8 @@ class RowWriter:
         self.path = Path(path)
         self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         self._writer: pq.ParquetWriter | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evsys-parquet")
+        self._encoding: Future[None] | None = None
 
     def write(self, batch: TokenBatch, rows: RaggedRows) -> None:
         """Append the rows of a batch, in the batch's order.
@@ -83,12 +88,18 @@ class RowWriter:
             columns[name] = pa.array(place[line, segment], pa.int32())
         columns["reward"] = pa.array(rows.table.rewards[trajectory])
         columns["advantage"] = pa.array(_first_live(flat["advantages"], flat["mask"], offsets))
-        self._write(pa.table(columns, schema=SCHEMA))
+        table = pa.table(columns, schema=SCHEMA)
+        if self._encoding is not None:
+            self._encoding.result()
+        self._encoding = self._thread.submit(self._write, table)
 
     def _write(self, table: pa.Table) -> None:
         # Opened inside the block, so that whatever interrupts it finds the file cleaned up.
         if self._writer is None:
-            self._writer = pq.ParquetWriter(self._partial, SCHEMA, compression="zstd")
+            # A dictionary of tokens costs time, and hides from zstd that turns repeat each other.
+            self._writer = pq.ParquetWriter(
+                self._partial, SCHEMA, compression="zstd", use_dictionary=["rollout_id"]
+            )
         self._writer.write_table(table)
 
     def __enter__(self) -> RowWriter:
@@ -101,6 +112,9 @@ class RowWriter:
         trace: TracebackType | None,
     ) -> None:
         try:
+            self._thread.shutdown()
+            if kind is None and self._encoding is not None:
+                self._encoding.result()
             if kind is None and self._writer is None:
                 self._write(SCHEMA.empty_table())
             if self._writer is not None:

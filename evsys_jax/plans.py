@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Layout: TypeAlias = Literal["padded", "packed"]
+Item = TypeVar("Item")
 
 MIN_ROWS = 8
 MIN_WIDTH = 32
@@ -99,3 +101,16 @@ def first_fit_decreasing(sizes: NDArray[np.integer], capacity: int) -> list[list
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
     return bins
+
+
+def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield items, each after the next one has been asked for.
+
+    So a device works on the next batch while the host looks at this one.
+    """
+    stream = iter(items)
+    for waiting in stream:
+        for following in stream:
+            yield waiting
+            waiting = following
+        yield waiting

@@ -6,16 +6,16 @@ straight back to the host is cut into views there, and padding would only be car
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from evsys_jax.plans import bucket
+from evsys_jax.plans import bucket, one_ahead
 from evsys_jax.ragged import RaggedRows
 from evsys_jax.targets import shift_row
 
@@ -25,8 +25,6 @@ are worked on while these are made into Datums."""
 
 MIN_RUN = 2**10
 """Shorter runs are not worth another shape."""
-
-Item = TypeVar("Item")
 
 
 class Run(NamedTuple):
@@ -59,7 +57,7 @@ def iter_runs(rows: RaggedRows, advantages: NDArray[np.floating]) -> Iterator[Ru
       Runs that together cover every row once. Their arrays are writable and nobody else's.
     """
     by_row = advantages.astype(np.float32)[rows.row_trajectory]
-    for part, shifted in _one_ahead(_dispatched(rows, by_row)):
+    for part, shifted in one_ahead(_dispatched(rows, by_row)):
         begins = rows.offsets[part.start : part.stop]
         size = int(rows.offsets[part.stop] - begins[0]) - 1
         target_tokens, logprobs, values = (np.asarray(field)[:size] for field in shifted)
@@ -124,13 +122,3 @@ def _shift(
         width=width,
     )
     return row.target_tokens, row.logprobs, row.advantages
-
-
-def _one_ahead(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield items, each after the next one has been asked for."""
-    stream = iter(items)
-    for waiting in stream:
-        for following in stream:
-            yield waiting
-            waiting = following
-        yield waiting

@@ -12,6 +12,7 @@ from evsys_jax import batch as batch_module
 from evsys_jax import reference
 from evsys_jax.batch import pack
 from evsys_jax.data_processing import assemble_training_data, compute_advantages
+from evsys_jax.plans import one_ahead
 from evsys_jax.ragged import ragged_rows
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 
@@ -222,3 +223,16 @@ def test_x64_mode_of_the_caller_changes_nothing():
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(wide), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
+
+
+def test_the_next_item_is_asked_for_before_one_is_handed_out():
+    asked = []
+
+    def items():
+        for i in range(3):
+            asked.append(i)
+            yield i
+
+    seen = [(item, len(asked)) for item in one_ahead(items())]
+    assert seen == [(0, 2), (1, 3), (2, 3)]
+    assert list(one_ahead([])) == []

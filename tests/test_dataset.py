@@ -164,3 +164,20 @@ def test_a_target_that_cannot_be_replaced_leaves_nothing(tmp_path):
     with pytest.raises(OSError), RowWriter(tmp_path / "rows.parquet"):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.parquet"]
+
+
+def test_a_batch_that_cannot_be_encoded_is_raised_and_nothing_is_left(tmp_path, monkeypatch):
+    rows = ragged_rows(random_groups(3))
+
+    def fail(writer, table):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RowWriter, "_write", fail)
+    for batches in (1, 2):
+        with (
+            pytest.raises(OSError, match="No space left"),
+            RowWriter(tmp_path / "rows.parquet") as writer,
+        ):
+            for _ in range(batches):
+                writer.write(pack(rows), rows)
+        assert list(tmp_path.iterdir()) == []

@@ -108,16 +108,3 @@ def test_a_stream_of_batches_compiles_few_programs():
         rows = ragged_rows([TrajectoryGroup([Trajectory(turns)])])
         list(iter_runs(rows, np.ones(1)))
     assert unpadded._shift._cache_size() <= 4  # 1,024, 2,048, 4,096 and 8,192 positions
-
-
-def test_the_next_run_is_under_way_before_one_is_handed_out():
-    asked = []
-
-    def items():
-        for i in range(3):
-            asked.append(i)
-            yield i
-
-    seen = [(item, len(asked)) for item in unpadded._one_ahead(items())]
-    assert seen == [(0, 2), (1, 3), (2, 3)]
-    assert list(unpadded._one_ahead([])) == []
