@@ -47,7 +47,7 @@ from evsys_jax.capture import (
 from evsys_jax.capture.lines import read_records
 from evsys_jax.capture.sources import build_from_directories
 
-SIZES = {8: 8, 40: 2}  # turns per rollout: rollouts
+SIZES = {8: 32, 40: 8}  # turns per rollout: rollouts
 
 
 def main() -> None:

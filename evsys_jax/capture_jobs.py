@@ -10,13 +10,12 @@ import logging
 import multiprocessing
 import os
 import pickle
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
-from itertools import count, islice
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,12 +25,14 @@ from evsys_jax.capture.build import RolloutBuild
 from evsys_jax.capture.protocols import TokenSource
 from evsys_jax.capture.sources import build_from_directories, build_from_source
 from evsys_jax.capture.stamps import one_thread
+from evsys_jax.worker import begin
 
 Captures: TypeAlias = str | PathLike[str] | Sequence[str | PathLike[str]] | TokenSource
 
 CHUNK = 8
-"""Rollouts handed to a worker process, or awaited, at a time."""
+"""Rollouts handed to a worker process, or awaited, at a time; more, when there are many."""
 
+_MOST = 32
 _AHEAD = 8
 """Chunks per process that may wait for an earlier one."""
 
@@ -147,17 +148,22 @@ def _share_builds(
     """
     stream = iter(jobs)
     waiting: deque[_Shared] = deque()
-    numbers = count()
+    taken = 0
     common = (directories, freeze, workers >= (os.cpu_count() or 1))
     # A fresh interpreter: a fork would take over JAX's threads in an unknown state.
     context = multiprocessing.get_context("spawn")
     with (
         TemporaryDirectory(prefix="evsys-jax-") as folder,
-        ProcessPoolExecutor(workers - 1, mp_context=context, initializer=_end_with_parent) as pool,
+        ProcessPoolExecutor(workers - 1, mp_context=context, initializer=begin) as pool,
     ):
         while True:
-            while len(waiting) < _AHEAD * workers and (chunk := list(islice(stream, CHUNK))):
-                waiting.append(_Shared(chunk, Path(folder, str(next(numbers)))))
+            while len(waiting) < _AHEAD * workers:
+                # Small ones first, for a few rollouts to be shared; later a chunk is worth its way.
+                chunk = list(islice(stream, min(CHUNK + taken // 16, _MOST)))
+                if not chunk:
+                    break
+                waiting.append(_Shared(chunk, Path(folder, str(taken))))
+                taken += len(chunk)
             if not waiting:
                 return
             # Two for each process, so that one is at hand when one is done.
@@ -172,18 +178,6 @@ def _share_builds(
             else:
                 waiting.popleft()
                 yield from zip(head.carried, head.result(*common), strict=True)
-
-
-def _end_with_parent() -> None:
-    """Let a worker end when the process that started it does, however that one ended."""
-
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 class _Shared:
