@@ -33,6 +33,16 @@ class TokenAccount:
         """Tell whether captured = trained + masked + dropped."""
         return self.captured == self.trained + self.masked.total() + self.dropped.total()
 
+    def __add__(self, other: TokenAccount) -> TokenAccount:
+        """Join the accounts of different tokens."""
+        return TokenAccount(
+            captured=self.captured + other.captured,
+            trained=self.trained + other.trained,
+            masked=self.masked + other.masked,
+            dropped=self.dropped + other.dropped,
+            dropped_turns=self.dropped_turns + other.dropped_turns,
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the account as plain values, for JSON."""
         return {

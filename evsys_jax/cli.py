@@ -22,9 +22,8 @@ import typer
 from evsys_jax.__main__ import ABOUT, COMMANDS
 
 if TYPE_CHECKING:
-    from evsys_jax.dataset import RowWriter
+    from evsys_jax.dataset import Written
     from evsys_jax.inspection import RolloutSummary
-    from evsys_jax.ragged import RaggedRows
     from evsys_jax.rollouts import TrajectoryGroup
     from evsys_jax.verdicts import CollectReport, RolloutVerdict
 
@@ -114,26 +113,25 @@ def build(
     started = time.monotonic()
     with _progress("collecting", "rollouts") as advance:
         groups, report = _collect(rollouts, captures, workers, keep_incomplete, advance)
-    from evsys_jax.ragged import ragged_rows
-
-    ragged = ragged_rows(groups, rows=rows.value, drop_constant=drop_constant)
     from evsys_jax.dataset import RowWriter
+    from evsys_jax.ragged import iter_ragged_rows
 
+    parts = iter_ragged_rows(groups, rows=rows.value, drop_constant=drop_constant)
     targets = rows_path, report_path = out / "rows.parquet", out / "report.json"
     try:
         out.mkdir(parents=True, exist_ok=True)
         for target in targets:
             if target.is_dir() or (target.exists() and target.samefile(rollouts)):
                 _fail(f"{target}: is the input, or a directory")
-        with RowWriter(rows_path) as writer, _progress("packing", "rows", len(ragged)) as advance:
-            padded = _write_rows(ragged, writer, normalize, advance)
-            summary = _summary(report, ragged, groups, padded, time.monotonic() - started)
+        with RowWriter(rows_path) as writer, _progress("packing", "groups", len(groups)) as advance:
+            written = writer.write_parts(parts, normalize=normalize, on_group=advance)
+            summary = _summary(report, groups, written, time.monotonic() - started)
             # Before the rows take their name: a report that cannot be written leaves none.
             _write_json(report_path, {**summary, "verdicts": _verdicts(report)})
     except OSError as error:
         _fail(f"{out}: {error.strerror or error}")
     _print_summary(summary, as_json)
-    if not len(ragged):
+    if not written.rows:
         raise typer.Exit(1)
 
 
@@ -295,21 +293,6 @@ def _collect(
     return groups, report
 
 
-def _write_rows(
-    ragged: RaggedRows, writer: RowWriter, normalize: bool, advance: Callable[[int], None]
-) -> int:
-    """Pack and write the rows in order; return the padded positions that took."""
-    from evsys_jax.batch import iter_packed
-
-    padded = done = 0
-    for chosen, batch in iter_packed(ragged, normalize=normalize):
-        writer.write(batch, chosen)
-        padded += batch.shape[0] * batch.shape[1]
-        done += len(chosen)
-        advance(done)
-    return padded
-
-
 def _write_json(path: Path, value: Any) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -320,25 +303,21 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _summary(
-    report: CollectReport,
-    ragged: RaggedRows,
-    groups: list[TrajectoryGroup],
-    padded: int,
-    seconds: float,
+    report: CollectReport, groups: list[TrajectoryGroup], written: Written, seconds: float
 ) -> dict[str, Any]:
     """Gather what a run amounts to, as plain values."""
-    account = report.account_of(ragged)
+    account = report.account_of(written.account)
     if not account.balanced:
         _fail(f"the token account does not add up: {account.as_dict()}", code=1)
-    positions = int((ragged.lengths - 1).sum())
+    padding = 1 - written.positions / written.padded if written.padded else 0.0
     return {
         "rollouts": len(report.verdicts),
         "groups": len(groups),
         "masked_rollouts": dict(sorted(report.masked.items())),
-        "rows": len(ragged),
-        "positions": positions,
+        "rows": written.rows,
+        "positions": written.positions,
         "tokens": account.as_dict(),
-        "padding": round(1 - positions / padded, 4) if padded else 0.0,
+        "padding": round(padding, 4),
         "seconds": round(seconds, 3),
     }
 

@@ -6,11 +6,12 @@ Needs pyarrow (the `cli` extra). A file appears under its name only when it is w
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -45,6 +46,22 @@ MAX_GROUPS = 2**24
 """More groups than anyone has; a larger number would take its memory along."""
 
 _LISTS = ("input_tokens", "target_tokens", "logprobs", "advantages", "mask")
+
+
+class Written(NamedTuple):
+    """What `RowWriter.write_parts` wrote.
+
+    Args:
+      rows: rows.
+      positions: their positions.
+      padded: padded positions of the batches on their way.
+      account: where every completion token of the parts went.
+    """
+
+    rows: int
+    positions: int
+    padded: int
+    account: TokenAccount
 
 
 class RowWriter:
@@ -92,6 +109,35 @@ class RowWriter:
         if self._encoding is not None:
             self._encoding.result()
         self._encoding = self._thread.submit(self._write, table)
+
+    def write_parts(
+        self,
+        parts: Iterable[RaggedRows],
+        *,
+        normalize: bool = True,
+        on_group: Callable[[int], None] | None = None,
+    ) -> Written:
+        """Pack and write rows in order, a part of them at a time.
+
+        Args:
+          parts: what `iter_ragged_rows` yields.
+          normalize: as in `pack`.
+          on_group: called with the number of groups done, after each part.
+        """
+        from evsys_jax.batch import iter_packed
+
+        rows = positions = padded = 0
+        account = TokenAccount()
+        for part in parts:
+            for chosen, batch in iter_packed(part, normalize=normalize):
+                self.write(batch, chosen)
+                padded += batch.shape[0] * batch.shape[1]
+            rows += len(part)
+            positions += int((part.lengths - 1).sum())
+            account += part.account
+            if on_group is not None:
+                on_group(len(part.table.group_sizes))
+        return Written(rows, positions, padded, account)
 
     def _write(self, table: pa.Table) -> None:
         # Opened inside the block, so that whatever interrupts it finds the file cleaned up.

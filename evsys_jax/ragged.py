@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import length_hint
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from evsys_jax import checks
 from evsys_jax.account import TokenAccount
 from evsys_jax.flat import Pieces, fill
+from evsys_jax.rollouts import TrajectoryGroup
 from evsys_jax.trajectories import (
     TrajectoryTable,
     constant_groups,
@@ -27,6 +29,9 @@ from evsys_jax.trajectories import (
 
 RowKind: TypeAlias = Literal["turns", "merged"]
 MismatchPolicy: TypeAlias = Literal["error", "pad"]
+
+MAX_TOKENS = 2**23
+"""Tokens that are flat at a time, where rows go through in parts: about 75 MB."""
 
 MIN_FLAT = 2**18
 """Flat buffers below this many tokens are not worth another shape."""
@@ -241,6 +246,53 @@ def ragged_rows(
     untargeted = np.count_nonzero(flat["sampled"][flat["offsets"][:-1]])
     account.trained = int(np.count_nonzero(flat["sampled"]) - untargeted)
     return RaggedRows(**flat, table=table, account=account)
+
+
+def iter_ragged_rows(
+    groups: Sequence[Any], *, max_tokens: int = MAX_TOKENS, **options: Any
+) -> Iterator[RaggedRows]:
+    """Flatten groups some at a time: the memory that takes is that of a part.
+
+    Args:
+      groups: [G] groups.
+      max_tokens: of the turns of a part, where one group alone has no more.
+      **options: of `ragged_rows`.
+
+    Yields:
+      The rows of consecutive groups, which together are those of `ragged_rows`. Groups keep the
+      index that they have among all; a table knows only the trajectories of its part, which is
+      all that baselines and `group_std` look at, and not what `batch_std` does.
+
+    Raises:
+      ValueError: as `ragged_rows`, when the bad part is asked for.
+    """
+    sizes = np.cumsum([0] + [_count_tokens(group) for group in groups])
+    first = 0
+    while first < len(groups):
+        fitting = int(np.searchsorted(sizes, sizes[first] + max_tokens, side="right")) - 1
+        last = max(fitting, first + 1)
+        part = groups[first:last]
+        try:
+            rows = ragged_rows(part, **options)
+        except ValueError:
+            # Once more with as many groups in front, so that the error names the right one.
+            rows = ragged_rows([TrajectoryGroup([])] * first + list(part), **options)
+        table = rows.table
+        behind = np.concatenate([np.zeros(first, np.int32), table.group_sizes])
+        yield replace(
+            rows,
+            table=replace(table, group=table.group + np.int32(first), group_sizes=behind),
+        )
+        first = last
+
+
+def _count_tokens(group: Any) -> int:
+    """Count the tokens of all turns; of what has no length none, which the checks then name."""
+    return sum(
+        length_hint(turn.prompt_tokens) + length_hint(turn.completion_tokens)
+        for trajectory in group.trajectories
+        for turn in trajectory.turns
+    )
 
 
 def _generated(turns: Sequence[Any], where: str) -> int:

@@ -61,12 +61,14 @@ class CollectReport:
         """Rollouts that don't train, by reason."""
         return Counter(verdict.reason for verdict in self.verdicts if not verdict.trains)
 
-    def account_of(self, rows: RaggedRows) -> TokenAccount:
+    def account_of(self, rows: RaggedRows | TokenAccount) -> TokenAccount:
         """Join the two ends: tokens captured and masked here; trained, dropped and masked later.
 
         Args:
-          rows: what `ragged_rows` made of the groups that came with this report.
+          rows: what `ragged_rows` made of the groups that came with this report, or the account
+            of all that `iter_ragged_rows` made of them.
         """
+        later = rows if isinstance(rows, TokenAccount) else rows.account
         off_chain = {reason: self.account.dropped[reason] for reason in _OFF_CHAIN}
         turns = {reason: self.account.dropped_turns[reason] for reason in _OFF_CHAIN}
         known = Counter[str]()
@@ -75,11 +77,11 @@ class CollectReport:
                 known[verdict.reason] += verdict.turn_tokens
         # What was masked after it had been collected: by the caller, or for its length.
         masked = self.account.masked.copy()
-        masked.update(rows.account.masked - known)
+        masked.update(later.masked - known)
         return TokenAccount(
             captured=self.account.captured,
-            trained=rows.account.trained,
+            trained=later.trained,
             masked=masked,
-            dropped=+(rows.account.dropped + Counter(off_chain)),
-            dropped_turns=+(rows.account.dropped_turns + Counter(turns)),
+            dropped=+(later.dropped + Counter(off_chain)),
+            dropped_turns=+(later.dropped_turns + Counter(turns)),
         )

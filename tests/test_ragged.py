@@ -9,9 +9,14 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from generators import random_groups
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evsys_jax import reference
-from evsys_jax.ragged import ragged_rows
+from evsys_jax.account import TokenAccount
+from evsys_jax.batch import pack
+from evsys_jax.ragged import iter_ragged_rows, ragged_rows
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 
 
@@ -226,3 +231,43 @@ def test_buffers_shrink_where_their_bytes_are_moved():
     assert (len(tokens), len(shrunk)) == (2**20, 2**18)
     np.testing.assert_array_equal(starts, same)
     np.testing.assert_array_equal(tokens[:8], shrunk[:8])
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.sampled_from(["turns", "merged"]),
+    drop=st.booleans(),
+    most=st.sampled_from([1, 20, 100, 10**6]),
+)
+def test_parts_together_are_the_whole(seed, rows, drop, most):
+    groups = random_groups(seed)
+    whole = ragged_rows(groups, rows=rows, drop_constant=drop)
+    parts = list(iter_ragged_rows(groups, max_tokens=most, rows=rows, drop_constant=drop))
+    sizes = [int(part.lengths.sum()) for part in parts]
+    assert len(parts) == len(groups) or most > 1
+    account = TokenAccount()
+    for part in parts:
+        account += part.account
+    assert account == whole.account
+    for name in ("tokens", "sampled", "logprobs", "lengths", "group", "trajectory", "turn"):
+        joined = np.concatenate([getattr(whole, name)[:0], *(getattr(p, name) for p in parts)])
+        np.testing.assert_array_equal(joined, getattr(whole, name))
+        assert joined.dtype == getattr(whole, name).dtype
+    assert sum(sizes) == len(whole.tokens)
+    for part in parts:
+        batch = pack(part)
+        live = np.asarray(batch.segment_row) >= 0
+        expected = pack(whole.take(np.isin(whole.group, np.unique(part.group))))
+        np.testing.assert_array_equal(
+            np.asarray(batch.advantages)[live[:, 0]],
+            np.asarray(expected.advantages)[live[:, 0]],
+        )
+
+
+def test_an_error_in_a_later_part_names_the_group_among_all():
+    good, bad = Turn([1], [2], [-0.5]), Turn([1], [-2], [-0.5])
+    groups = [TrajectoryGroup([Trajectory([turn])]) for turn in (good, good, bad)]
+    parts = iter_ragged_rows(groups, max_tokens=1)
+    assert [part.group.tolist() for part in (next(parts), next(parts))] == [[0], [1]]
+    with pytest.raises(ValueError, match="group 2, trajectory 0, turn 0: completion_tokens"):
+        next(parts)
