@@ -592,7 +592,7 @@ def test_bad_usage():
 def run_on_a_terminal(*arguments, **environment):
     """Return what a command writes to a terminal of its own."""
     main, sub = pty.openpty()
-    command = [sys.executable, "-m", "evsys_jax.cli", "inspect", *map(str, arguments)]
+    command = [sys.executable, "-m", "evsys_jax", "inspect", *map(str, arguments)]
     variables = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | environment
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=sub, stderr=subprocess.PIPE, env=variables
