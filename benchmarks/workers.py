@@ -1,14 +1,17 @@
 """How much faster do two processes read captured calls than one?
 
-`collect` on 2,000 rollouts of 40 turns, every prompt whole, about 2.6 GB. The captures are frozen
-before the clock starts. The time includes the start of the processes. A process that is alone
-lets a second thread hash; what it takes without one is given as well.
+1,500 rollouts of 40 turns, every prompt whole, about 1.9 GB, frozen before the clock starts. The
+time includes the start of the processes. A process that is alone lets a second thread hash; what
+`collect` takes without one is given as well, and so is the whole command, which packs and writes
+merged rows when all is read.
 
 Run: python benchmarks/workers.py [--repeats 7]
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -24,7 +27,7 @@ def main() -> None:
     from evsys_jax.capture.stamps import one_thread
 
     options = arguments(__doc__)
-    rollouts, shape = (8, Shape(3)) if options.quick else (2_000, Shape(40))
+    rollouts, shape = (8, Shape(3)) if options.quick else (1_500, Shape(40))
     print(describe("numpy", "orjson"))
     with tempfile.TemporaryDirectory() as directory:
         captures = Path(directory) / "captures"
@@ -32,24 +35,39 @@ def main() -> None:
         size = sum(path.stat().st_size for path in captures.glob("*.jsonl"))
         print(f"{rollouts:,} rollouts, {size / 1e6:,.0f} MB")
         print(f"median (minimum) of {options.repeats} interleaved repeats, in s")
-        print(f"{'':14}{'time':>16}{'MB/s':>8}{'ratio':>7}")
         read = partial(collect, records, captures=captures)
 
         def alone() -> None:
             with one_thread():
                 read()
 
-        times = measure(
-            {"one process": read, "one thread": alone, "two processes": partial(read, workers=2)},
-            options.repeats,
-        )
-    base = times["one process"][0]
+        def build(workers: int) -> None:
+            command = [sys.executable, "-m", "evsys_jax", "build", records, "--rows", "merged"]
+            command += ["--captures", captures, "--workers", str(workers)]
+            command += ["--out", Path(directory, "out")]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+        contenders = {
+            "collect: one process": read,
+            "collect: one thread": alone,
+            "collect: two processes": partial(read, workers=2),
+            "build: one process": partial(build, 1),
+            "build: two processes": partial(build, 2),
+        }
+        times = measure(contenders, options.repeats)
+    print(f"{'':24}{'time':>16}{'MB/s':>8}{'ratio':>7}")
     for name, (median, least) in times.items():
+        base = times[f"{name.partition(':')[0]}: one process"][0]
         cell = f"{median:.2f} ({least:.2f})"
-        print(f"{name:14}{cell:>16}{size / median / 1e6:8.0f}{base / median:6.2f}x")
-    for name in ("one process", "one thread"):
-        figure = f"{times[name][0] / times['two processes'][0]:.2f}x"
-        conclude("two processes in `collect(captures=...)`", figure, f"speed over {name}")
+        print(f"{name:24}{cell:>16}{size / median / 1e6:8.0f}{base / median:6.2f}x")
+    for what, than in (
+        ("collect", "one process"),
+        ("collect", "one thread"),
+        ("build", "one process"),
+    ):
+        figure = f"{times[f'{what}: {than}'][0] / times[f'{what}: two processes'][0]:.2f}x"
+        called = {"collect": "collect(captures=...)", "build": "evsys-jax build --captures"}[what]
+        conclude(f"two processes in `{called}`", figure, f"speed over {than}")
 
 
 if __name__ == "__main__":
