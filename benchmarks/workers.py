@@ -1,9 +1,8 @@
 """How much faster do two processes read captured calls than one?
 
 1,500 rollouts of 40 turns, every prompt whole, about 1.9 GB, frozen before the clock starts. The
-time includes the start of the processes. A process that is alone lets a second thread hash; what
-`collect` takes without one is given as well, and so is the whole command, which packs and writes
-merged rows when all is read.
+time includes the start of the processes. Beside `collect` stands the whole command, which packs
+and writes merged rows when all is read.
 
 Run: python benchmarks/workers.py [--repeats 7]
 """
@@ -24,7 +23,6 @@ def main() -> None:
     from recorded import Shape, write_captures
 
     from evsys_jax import collect
-    from evsys_jax.capture.stamps import one_thread
 
     options = arguments(__doc__)
     rollouts, shape = (8, Shape(3)) if options.quick else (1_500, Shape(40))
@@ -37,10 +35,6 @@ def main() -> None:
         print(f"median (minimum) of {options.repeats} interleaved repeats, in s")
         read = partial(collect, records, captures=captures)
 
-        def alone() -> None:
-            with one_thread():
-                read()
-
         def build(workers: int) -> None:
             command = [sys.executable, "-m", "evsys_jax", "build", records, "--rows", "merged"]
             command += ["--captures", captures, "--workers", str(workers)]
@@ -49,7 +43,6 @@ def main() -> None:
 
         contenders = {
             "collect: one process": read,
-            "collect: one thread": alone,
             "collect: two processes": partial(read, workers=2),
             "build: one process": partial(build, 1),
             "build: two processes": partial(build, 2),
@@ -60,14 +53,12 @@ def main() -> None:
         base = times[f"{name.partition(':')[0]}: one process"][0]
         cell = f"{median:.2f} ({least:.2f})"
         print(f"{name:24}{cell:>16}{size / median / 1e6:8.0f}{base / median:6.2f}x")
-    for what, than in (
-        ("collect", "one process"),
-        ("collect", "one thread"),
-        ("build", "one process"),
+    for what, called in (
+        ("collect", "collect(captures=...)"),
+        ("build", "evsys-jax build --captures"),
     ):
-        figure = f"{times[f'{what}: {than}'][0] / times[f'{what}: two processes'][0]:.2f}x"
-        called = {"collect": "collect(captures=...)", "build": "evsys-jax build --captures"}[what]
-        conclude(f"two processes in `{called}`", figure, f"speed over {than}")
+        figure = f"{times[f'{what}: one process'][0] / times[f'{what}: two processes'][0]:.2f}x"
+        conclude(f"two processes in `{called}`", figure, "speed over one process")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
-import os
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import islice
 from os import PathLike
 from pathlib import Path
@@ -84,7 +83,7 @@ def run_jobs(
     Args:
       jobs: (anything, job) pairs; a job of None builds nothing.
       captures: a capture directory, several, or a `TokenSource`; None builds nothing.
-      workers: processes that build, this one among them, for directories.
+      workers: processes that build, this one among them, for directories; each in one thread.
       freeze: False leaves directories as they are; a `TokenSource` can only freeze.
 
     Yields:
@@ -116,14 +115,14 @@ def run_jobs(
 def _build(job: CaptureJob | None, directories: list[Path], freeze: bool) -> RolloutBuild | None:
     if job is None:
         return None
-    return build_from_directories(job.rollout_id, directories, freeze=freeze, **job.options)
+    with one_thread():  # the number of workers says how many cores are used
+        return build_from_directories(job.rollout_id, directories, freeze=freeze, **job.options)
 
 
 def _build_chunk(
-    jobs: list[CaptureJob | None], directories: list[Path], freeze: bool, alone: bool
+    jobs: list[CaptureJob | None], directories: list[Path], freeze: bool
 ) -> list[RolloutBuild | None]:
-    with one_thread() if alone else nullcontext():
-        return [_build(job, directories, freeze) for job in jobs]
+    return [_build(job, directories, freeze) for job in jobs]
 
 
 def _build_chunk_into(path: str, *arguments: Any) -> None:
@@ -149,7 +148,7 @@ def _share_builds(
     stream = iter(jobs)
     waiting: deque[_Shared] = deque()
     taken = 0
-    common = (directories, freeze, workers >= (os.cpu_count() or 1))
+    common = (directories, freeze)
     # A fresh interpreter: a fork would take over JAX's threads in an unknown state.
     context = multiprocessing.get_context("spawn")
     with (

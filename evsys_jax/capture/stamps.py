@@ -25,8 +25,7 @@ Words = NDArray[Any]
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Hash in the calling thread alone meanwhile: where every core has its work, a second thread
-    is one more that wants a turn."""
+    """Hash in the calling thread alone meanwhile, for whoever shares the cores out otherwise."""
     token = _ALONE.set(True)
     try:
         yield
