@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from evsys_jax.__main__ import ABOUT, COMMANDS
+from evsys_jax.overview import ABOUT, COMMANDS
 
 if TYPE_CHECKING:
     from evsys_jax.dataset import Written
