@@ -88,9 +88,11 @@ def grow_rollout(options: Any) -> None:
         unit = "Mtok/s" if kind == "deltas" else "MB/s"
         figure = " → ".join(f"{rate / 1e6:.{1 if kind == 'deltas' else 0}f}" for rate in rates)
         counts = ", ".join(name.split()[-2] for name in names)
-        conclude(
-            f"one rollout, {kind}, {unit} at {counts} turns", figure, "level or rising: linear"
-        )
+        meaning = {
+            "deltas": "falls where the digests take over, each of which covers its whole sequence",
+            "whole prompts": "level or rising: linear in the bytes",
+        }[kind]
+        conclude(f"one rollout, {kind}, {unit} at {counts} turns", figure, meaning)
 
 
 def rate_line(name: str, tokens: int, times: tuple[float, float]) -> float:
