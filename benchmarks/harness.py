@@ -53,7 +53,7 @@ def conclude(measure: str, figure: str, meaning: str) -> None:
 def make_groups(
     *, groups: int, rollouts: int, turns: int, tokens: int, arrays: bool, seed: int = 0
 ) -> list[TrajectoryGroup]:
-    """Make multi-turn rollouts whose rows have about `tokens` tokens, a quarter of them sampled."""
+    """Make rollouts whose rows have `tokens` tokens or some more, about a fifth of them sampled."""
     rng = np.random.default_rng(seed)
     return [
         TrajectoryGroup(
