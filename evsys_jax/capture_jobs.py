@@ -107,9 +107,7 @@ def run_jobs(
         if workers > 1:
             yield from _share_builds(jobs, directories, workers, freeze)
         else:
-            for carried, job in jobs:
-                yield carried, _build(job, directories, freeze)
-                del carried, job
+            yield from _build_all(jobs, directories, freeze)
 
 
 def _build(job: CaptureJob | None, directories: list[Path], freeze: bool) -> RolloutBuild | None:
@@ -117,6 +115,14 @@ def _build(job: CaptureJob | None, directories: list[Path], freeze: bool) -> Rol
         return None
     with one_thread():  # the number of workers says how many cores are used
         return build_from_directories(job.rollout_id, directories, freeze=freeze, **job.options)
+
+
+def _build_all(
+    jobs: Iterable[tuple[Any, CaptureJob | None]], directories: list[Path], freeze: bool
+) -> Iterator[tuple[Any, RolloutBuild | None]]:
+    for carried, job in jobs:
+        yield carried, _build(job, directories, freeze)
+        del carried, job
 
 
 def _build_chunk(
@@ -145,6 +151,12 @@ def _share_builds(
 
     Starting a process takes as long as dozens of builds, and this one would only wait.
     """
+    try:
+        folder = TemporaryDirectory(prefix="evsys-jax-")
+    except OSError as error:
+        logger.warning("built by one process, since there is no temporary folder: %s", error)
+        yield from _build_all(jobs, directories, freeze)
+        return
     stream = iter(jobs)
     waiting: deque[_Shared] = deque()
     taken = 0
@@ -152,8 +164,10 @@ def _share_builds(
     # A fresh interpreter: a fork would take over JAX's threads in an unknown state.
     context = multiprocessing.get_context("spawn")
     with (
-        TemporaryDirectory(prefix="evsys-jax-") as folder,
-        ProcessPoolExecutor(workers - 1, mp_context=context, initializer=begin) as pool,
+        folder,
+        ProcessPoolExecutor(
+            workers - 1, mp_context=context, initializer=begin, initargs=(folder.name,)
+        ) as pool,
     ):
         while True:
             while len(waiting) < _AHEAD * workers:
@@ -161,7 +175,7 @@ def _share_builds(
                 chunk = list(islice(stream, min(CHUNK + taken // 16, _MOST)))
                 if not chunk:
                     break
-                waiting.append(_Shared(chunk, Path(folder, str(taken))))
+                waiting.append(_Shared(chunk, Path(folder.name, str(taken))))
                 taken += len(chunk)
             if not waiting:
                 return
@@ -200,10 +214,11 @@ class _Shared:
                 self.future.result()
                 with open(self.path, "rb") as file:
                     self.builds = pickle.load(file)
-                self.path.unlink()
             except Exception as error:
                 # A build never raises: the worker died, or what it needs does not pickle.
                 logger.warning("built here, since a worker process failed: %s", error)
+            finally:
+                self.path.unlink(missing_ok=True)
         return _build_chunk(self.jobs, *common) if self.builds is None else self.builds
 
 

@@ -380,3 +380,7 @@ def _fail(message: str, code: int = 2) -> NoReturn:
     """End with one line."""
     print(f"evsys-jax: {message}", file=sys.stderr)
     raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    main()

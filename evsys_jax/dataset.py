@@ -106,8 +106,7 @@ class RowWriter:
         columns["reward"] = pa.array(rows.table.rewards[trajectory])
         columns["advantage"] = pa.array(_first_live(flat["advantages"], flat["mask"], offsets))
         table = pa.table(columns, schema=SCHEMA)
-        if self._encoding is not None:
-            self._encoding.result()
+        self._wait()
         self._encoding = self._thread.submit(self._write, table)
 
     def write_parts(
@@ -117,7 +116,7 @@ class RowWriter:
         normalize: bool = True,
         on_group: Callable[[int], None] | None = None,
     ) -> Written:
-        """Pack and write rows in order, a part of them at a time.
+        """Pack and write rows in order, a part of them at a time, until all are encoded.
 
         Args:
           parts: what `iter_ragged_rows` yields.
@@ -137,7 +136,13 @@ class RowWriter:
             account += part.account
             if on_group is not None:
                 on_group(len(part.table.group_sizes))
+        self._wait()
         return Written(rows, positions, padded, account)
+
+    def _wait(self) -> None:
+        """Wait until all that was handed in is encoded, and raise what went wrong."""
+        if self._encoding is not None:
+            self._encoding.result()
 
     def _write(self, table: pa.Table) -> None:
         # Opened inside the block, so that whatever interrupts it finds the file cleaned up.
@@ -159,8 +164,8 @@ class RowWriter:
     ) -> None:
         try:
             self._thread.shutdown()
-            if kind is None and self._encoding is not None:
-                self._encoding.result()
+            if kind is None:
+                self._wait()
             if kind is None and self._writer is None:
                 self._write(SCHEMA.empty_table())
             if self._writer is not None:

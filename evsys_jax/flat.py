@@ -128,8 +128,10 @@ def _joined_arrays(pieces: list[Any], kinds: str, out: NDArray[Any]) -> bool:
     if set(map(type, pieces)) != {np.ndarray} or not all(piece.ndim == 1 for piece in pieces):
         return False
     dtypes = {piece.dtype for piece in pieces}
+    if any(dtype.kind not in kinds for dtype in dtypes):
+        return False
     common = np.result_type(*dtypes)
-    if any(dtype.kind not in kinds for dtype in dtypes) or common.kind not in kinds:
+    if common.kind not in kinds:  # of int64 and uint64 together numpy makes floats
         return False
     if out.dtype == np.int32 and not np.can_cast(common, np.int32):
         wide = np.concatenate(pieces)

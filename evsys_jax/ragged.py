@@ -266,32 +266,37 @@ def iter_ragged_rows(
     Raises:
       ValueError: as `ragged_rows`, when the bad part is asked for.
     """
-    sizes = np.cumsum([0] + [_count_tokens(group) for group in groups])
+    ragged_rows([], **options)  # so that bad options are told even where there are no groups
+    groups = list(checks.sequence(groups, "groups"))
+    counts = np.zeros(len(groups) + 1, np.int64)
+    for g, _, trajectory, _ in checks.members(groups):
+        counts[g + 1] += sum(map(_count_tokens, trajectory.turns))
+    sizes = np.cumsum(counts)
     first = 0
     while first < len(groups):
         fitting = int(np.searchsorted(sizes, sizes[first] + max_tokens, side="right")) - 1
         last = max(fitting, first + 1)
-        part = groups[first:last]
-        try:
-            rows = ragged_rows(part, **options)
-        except ValueError:
-            # Once more with as many groups in front, so that the error names the right one.
-            rows = ragged_rows([TrajectoryGroup([])] * first + list(part), **options)
-        table = rows.table
-        behind = np.concatenate([np.zeros(first, np.int32), table.group_sizes])
-        yield replace(
-            rows,
-            table=replace(table, group=table.group + np.int32(first), group_sizes=behind),
-        )
+        yield _numbered_rows(groups[first:last], first, options)
         first = last
 
 
-def _count_tokens(group: Any) -> int:
-    """Count the tokens of all turns; of what has no length none, which the checks then name."""
-    return sum(
-        length_hint(turn.prompt_tokens) + length_hint(turn.completion_tokens)
-        for trajectory in group.trajectories
-        for turn in trajectory.turns
+def _count_tokens(turn: Any) -> int:
+    """Count the tokens of a turn; of what has no length none, which the checks then name."""
+    return length_hint(turn.prompt_tokens) + length_hint(turn.completion_tokens)
+
+
+def _numbered_rows(groups: list[Any], first: int, options: dict[str, Any]) -> RaggedRows:
+    """Flatten groups of which the first has another index than 0."""
+    try:
+        rows = ragged_rows(groups, **options)
+    except ValueError:
+        # Once more with as many groups in front, so that the error names the right one.
+        ragged_rows([TrajectoryGroup([])] * first + groups, **options)
+        raise
+    table = rows.table
+    sizes = np.concatenate([np.zeros(first, np.int32), table.group_sizes])
+    return replace(
+        rows, table=replace(table, group=table.group + np.int32(first), group_sizes=sizes)
     )
 
 

@@ -50,7 +50,7 @@ def iter_runs(rows: RaggedRows, advantages: NDArray[np.floating]) -> Iterator[Ru
     """Shift and mask all rows, in order, some of them at a time.
 
     Args:
-      rows: what `ragged_rows` returns.
+      rows: what `ragged_rows` returns. The device may read its arrays until the last run is out.
       advantages: [N] one finite float32 per trajectory.
 
     Yields:

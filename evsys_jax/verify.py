@@ -19,6 +19,7 @@ from evsys_jax.unpadded import iter_runs
 MAX_DIFFERENCES = 10
 
 _FIELDS = ("input_tokens", "target_tokens", "logprobs", "advantages", "mask")
+_DATUM_FIELDS = ("input_tokens", "target_tokens", "logprobs", "advantages")
 _INT_FIELDS = ("input_tokens", "target_tokens")
 
 
@@ -69,7 +70,8 @@ def compare(
     ragged = ragged_rows(groups, rows=rows)
     padded, unpadded = _padded_rows(ragged, normalize), _unpadded_rows(ragged, normalize)
     for expected, *actual in zip_longest(plain, padded, unpadded):
-        found = next(filter(None, (_first_difference(expected, row) for row in actual)), "")
+        pairs = zip(actual, (_FIELDS, _DATUM_FIELDS), ("arrays", "unpadded arrays"), strict=True)
+        found = next(filter(None, (_first_difference(expected, *pair) for pair in pairs)), "")
         result.rows += 1
         result.positions += len(expected.mask) if expected is not None else 0
         if found:
@@ -106,7 +108,9 @@ def _unpadded_rows(rows: RaggedRows, normalize: bool) -> Iterator[dict[str, NDAr
     for run in iter_runs(rows, advantages):
         for r, begin in zip(run.rows, run.begins, strict=True):
             own = slice(begin, begin + positions[r])
+            start = int(rows.offsets[r])
             yield {
+                "input_tokens": rows.tokens[start : start + positions[r]],
                 "target_tokens": run.target_tokens[own],
                 "logprobs": run.logprobs[own],
                 "advantages": run.advantages[own],
@@ -114,19 +118,21 @@ def _unpadded_rows(rows: RaggedRows, normalize: bool) -> Iterator[dict[str, NDAr
             }
 
 
-def _first_difference(expected: reference.Row | None, actual: dict[str, Any] | None) -> str:
-    """Describe where two rows differ first in the fields that the arrays have, or return ""."""
+def _first_difference(
+    expected: reference.Row | None, actual: dict[str, Any] | None, fields: Sequence[str], way: str
+) -> str:
+    """Describe where two rows differ first, or return ""; `way` names the arrays."""
+    if expected is None and actual is None:
+        return ""
     if expected is None or actual is None:
-        return f"only in the {'arrays' if expected is None else 'reference'}"
+        return f"only in the {way if expected is None else 'reference'}"
     place = [expected.group, expected.trajectory, expected.turn]
     if actual["place"].tolist() != place:
-        return f"the arrays have the row of (group, trajectory, turn) {actual['place'].tolist()}"
-    for name in _FIELDS:
-        if name not in actual:
-            continue
+        return f"the {way} have the row of (group, trajectory, turn) {actual['place'].tolist()}"
+    for name in fields:
         plain, array = getattr(expected, name), actual[name]
         if len(plain) != len(array):
-            return f"{name}: reference has {len(plain)} positions, arrays {len(array)}"
+            return f"{name}: reference has {len(plain)} positions, {way} {len(array)}"
         wanted = np.array(plain, np.int64 if name in _INT_FIELDS else array.dtype)
         # One unit in the last place: two correct float64 means may round to neighbours. And
         # the smallest normal number: XLA rounds what lies below it to zero.
@@ -135,7 +141,7 @@ def _first_difference(expected: reference.Row | None, actual: dict[str, Any] | N
         same = np.abs(wanted - array) <= slack if name == "advantages" else wanted == array
         if not same.all():
             i = int(np.flatnonzero(~same)[0])
-            return f"{name}[{i}]: reference {plain[i]!r}, arrays {array[i].item()!r}"
+            return f"{name}[{i}]: reference {plain[i]!r}, {way} {array[i].item()!r}"
     return ""
 
 

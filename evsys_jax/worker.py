@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import threading
 
 
-def begin() -> None:
-    """Let this process end when the one that started it does, however that one ended."""
+def begin(folder: str) -> None:
+    """Let this process end when the one that started it does, however that one ended.
+
+    Args:
+      folder: goes with it.
+    """
     # Reading captures needs no linear algebra, and threads for it would wait in a loop.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)

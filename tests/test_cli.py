@@ -18,7 +18,7 @@ from evsys_jax import __main__ as entry
 from evsys_jax import reference
 from evsys_jax.cli import app
 from evsys_jax.collect import collect
-from evsys_jax.dataset import read_rows
+from evsys_jax.dataset import RowWriter, read_rows
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "rollouts" / "rollouts.jsonl")
 
@@ -228,6 +228,18 @@ def test_verify_shows_the_first_differences(monkeypatch):
     assert "(group 2, trajectory 1, turn 0): target_tokens[" in result.stdout
     found = json.loads(invoke("verify", EXAMPLE, "--json").stdout)
     assert found["differing_rows"] == len(found["differences"]) > 0
+
+
+def test_rows_that_cannot_be_encoded_leave_the_report_as_it_was(tmp_path, monkeypatch):
+    assert invoke("build", EXAMPLE, "--out", tmp_path).exit_code == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(writer, table):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RowWriter, "_write", fail)
+    assert invoke("build", EXAMPLE, "--out", tmp_path, "--rows", "merged").exit_code == 2
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_the_overview_is_the_help_of_the_commands(monkeypatch, capsys):

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import pickle
+import subprocess
+import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
@@ -298,6 +303,93 @@ def test_what_workers_hand_over_is_gone_afterwards(tmp_path, monkeypatch, taken)
     assert [carried for carried, _ in islice(results, taken)] == names[:taken]
     results.close()
     assert list((tmp_path / "handed").iterdir()) == []
+
+
+def test_a_handover_goes_as_soon_as_it_is_read(tmp_path):
+    for content in (pickle.dumps([None]), b"torn"):
+        shared = capture_jobs._Shared([("carried", None)], tmp_path / "0")
+        shared.path.write_bytes(content)
+        shared.future = Future()
+        shared.future.set_result(None)
+        assert shared.done()
+        assert shared.result([], True) == [None]
+        assert not shared.path.exists()
+
+
+def test_chunks_grow_with_the_input(tmp_path, monkeypatch):
+    sizes, real = [], capture_jobs._Shared
+
+    def record(chunk, path):
+        sizes.append(len(chunk))
+        return real(chunk, path)
+
+    monkeypatch.setattr(capture_jobs, "_Shared", record)
+    jobs = [(n, None) for n in range(600)]
+    results = list(capture_jobs.run_jobs(jobs, tmp_path, workers=2))
+    assert results == jobs
+    assert sizes[0] == capture_jobs.CHUNK
+    assert max(sizes) == capture_jobs._MOST
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_hashes_in_one_thread(tmp_path, monkeypatch, workers):
+    fill(tmp_path, {f"0-{n}": two_turns(f"0-{n}") for n in range(4)})
+    asked = []
+    monkeypatch.setattr("evsys_jax.capture.stamps._WORTH_A_THREAD", 0)
+    monkeypatch.setattr("evsys_jax.capture.stamps._helper", lambda: asked.append("thread"))
+    collect([record(n) for n in range(4)], captures=tmp_path, workers=workers)
+    assert asked == []
+
+
+def test_without_a_temporary_folder_one_process_builds(tmp_path, monkeypatch, caplog):
+    fill(tmp_path, {f"0-{n}": two_turns(f"0-{n}") for n in range(4)})
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    _, report = collect([record(n) for n in range(4)], captures=tmp_path, workers=2)
+    assert all(verdict.trains for verdict in report.verdicts)
+    assert "built by one process" in caplog.text
+
+
+def test_a_worker_ends_with_its_parent_and_takes_its_folder_along(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import multiprocessing, os, pathlib, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from evsys_jax.worker import begin
+
+if __name__ == "__main__":
+    folder = pathlib.Path(sys.argv[1])
+    pool = ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn"), initializer=begin,
+        initargs=(str(folder),),
+    )
+    print(pool.submit(os.getpid).result(), pool.submit(os.getenv, "OPENBLAS_NUM_THREADS").result())
+    sys.stdout.flush()
+    os.kill(os.getpid(), 9)
+"""
+    )
+    folder = tmp_path / "handed"
+    folder.mkdir()
+    (folder / "0").write_bytes(b"a build")
+    command = [sys.executable, str(script), str(folder)]
+    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+    worker, threads = done.stdout.split()
+    assert threads == "1"
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and (folder.exists() or _runs(int(worker))):
+        time.sleep(0.02)
+    assert not folder.exists()
+    assert not _runs(int(worker))
+
+
+def _runs(process):
+    """Tell whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_handover_that_cannot_be_read_is_built_here(tmp_path, monkeypatch, caplog):

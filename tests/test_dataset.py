@@ -15,7 +15,7 @@ from generators import random_groups
 from evsys_jax import reference
 from evsys_jax.batch import pack
 from evsys_jax.dataset import RowWriter, read_rows
-from evsys_jax.ragged import ragged_rows
+from evsys_jax.ragged import iter_ragged_rows, ragged_rows
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 
 
@@ -166,18 +166,53 @@ def test_a_target_that_cannot_be_replaced_leaves_nothing(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.parquet"]
 
 
-def test_a_batch_that_cannot_be_encoded_is_raised_and_nothing_is_left(tmp_path, monkeypatch):
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_batch_that_cannot_be_encoded_is_raised_and_nothing_is_left(tmp_path, monkeypatch, bad):
     rows = ragged_rows(random_groups(3))
+    real, done = RowWriter._write, []
 
+    def write(writer, table):
+        done.append(table)
+        if len(done) == bad + 1:
+            raise OSError(28, "No space left on device")
+        real(writer, table)
+
+    monkeypatch.setattr(RowWriter, "_write", write)
+    with (
+        pytest.raises(OSError, match="No space left"),
+        RowWriter(tmp_path / "rows.parquet") as writer,
+    ):
+        for _ in range(3):
+            writer.write(pack(rows), rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("most", [1, 40, 10**6])
+def test_rows_written_in_parts_are_those_of_the_whole(tmp_path, most):
+    groups, done = random_groups(6), []
+    whole = ragged_rows(groups)
+    with RowWriter(tmp_path / "parts.parquet") as writer:
+        parts = iter_ragged_rows(groups, max_tokens=most)
+        written = writer.write_parts(parts, on_group=done.append)
+    with RowWriter(tmp_path / "whole.parquet") as writer:
+        writer.write(pack(whole), whole)
+    parts, one = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("parts", "whole"))
+    assert parts.equals(one)
+    assert written.rows == len(whole)
+    assert written.positions == int((whole.lengths - 1).sum()) < written.padded
+    assert written.account == whole.account
+    assert done[-1] == len(groups)
+    assert done == sorted(set(done))
+    assert len(done) > 1 or most > 40
+
+
+def test_parts_are_encoded_when_they_count_as_written(tmp_path, monkeypatch):
     def fail(writer, table):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RowWriter, "_write", fail)
-    for batches in (1, 2):
-        with (
-            pytest.raises(OSError, match="No space left"),
-            RowWriter(tmp_path / "rows.parquet") as writer,
-        ):
-            for _ in range(batches):
-                writer.write(pack(rows), rows)
-        assert list(tmp_path.iterdir()) == []
+    with RowWriter(tmp_path / "rows.parquet") as writer:
+        with pytest.raises(OSError, match="No space left"):
+            writer.write_parts(iter_ragged_rows(random_groups(3)))
+        monkeypatch.undo()
+        writer._encoding = None

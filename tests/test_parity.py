@@ -170,15 +170,42 @@ def test_compare_finds_a_difference(monkeypatch):
     assert "row 0 (group" in found.differences[0]
 
 
-def test_compare_looks_at_the_unpadded_way_too(monkeypatch):
-    real = verify.iter_runs
+@pytest.mark.parametrize("field", ["input_tokens", "target_tokens", "logprobs", "advantages"])
+def test_compare_looks_at_the_unpadded_way(monkeypatch, field):
+    real = verify._unpadded_rows
 
-    def spoiled(rows, advantages):
-        for run in real(rows, advantages):
-            run.logprobs[run.begins[-1]] += 1.0
-            yield run
+    def spoiled(*arguments):
+        for row in real(*arguments):
+            yield {**row, field: row[field] + 1}
 
-    monkeypatch.setattr(verify, "iter_runs", spoiled)
+    monkeypatch.setattr(verify, "_unpadded_rows", spoiled)
+    found = compare(random_groups(3))
+    assert found.differing == found.rows > 0
+    assert f"{field}[0]" in found.differences[0]
+    assert ", unpadded arrays" in found.differences[0]
+
+
+@pytest.mark.parametrize(
+    "field", ["input_tokens", "target_tokens", "logprobs", "advantages", "mask"]
+)
+def test_compare_looks_at_the_padded_way(monkeypatch, field):
+    real = verify._padded_rows
+
+    def spoiled(*arguments):
+        for row in real(*arguments):
+            yield {**row, field: ~row[field] if field == "mask" else row[field] + 1}
+
+    monkeypatch.setattr(verify, "_padded_rows", spoiled)
+    found = compare(random_groups(3))
+    assert found.differing == found.rows > 0
+    assert f"{field}[0]" in found.differences[0]
+    assert ", arrays" in found.differences[0]
+
+
+@pytest.mark.parametrize("way", ["_padded_rows", "_unpadded_rows"])
+def test_compare_misses_a_row(monkeypatch, way):
+    real = getattr(verify, way)
+    monkeypatch.setattr(verify, way, lambda *arguments: list(real(*arguments))[:-1])
     found = compare(random_groups(3))
     assert found.differing == 1
-    assert "logprobs[0]" in found.differences[0]
+    assert "only in the reference" in found.differences[0]

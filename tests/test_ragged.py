@@ -244,7 +244,13 @@ def test_parts_together_are_the_whole(seed, rows, drop, most):
     whole = ragged_rows(groups, rows=rows, drop_constant=drop)
     parts = list(iter_ragged_rows(groups, max_tokens=most, rows=rows, drop_constant=drop))
     sizes = [int(part.lengths.sum()) for part in parts]
-    assert len(parts) == len(groups) or most > 1
+    assert len(parts) <= len(groups)
+    for part in parts:
+        tokens = [
+            turn for g in set(part.table.group) for t in groups[g].trajectories for turn in t.turns
+        ]
+        held = sum(len(turn.prompt_tokens) + len(turn.completion_tokens) for turn in tokens)
+        assert held <= most or len(set(part.table.group)) == 1
     account = TokenAccount()
     for part in parts:
         account += part.account
@@ -271,3 +277,46 @@ def test_an_error_in_a_later_part_names_the_group_among_all():
     assert [part.group.tolist() for part in (next(parts), next(parts))] == [[0], [1]]
     with pytest.raises(ValueError, match="group 2, trajectory 0, turn 0: completion_tokens"):
         next(parts)
+
+
+@pytest.mark.parametrize(
+    "groups", [None, {"a": 1}, (group for group in ()), [TrajectoryGroup(None)], 7]
+)
+def test_parts_of_what_is_no_sequence_are_refused_as_the_whole_is(groups):
+    with pytest.raises(ValueError, match="no sequence"):
+        list(iter_ragged_rows(groups))
+
+
+def test_bad_options_are_told_without_groups_too():
+    with pytest.raises(ValueError, match="rows="):
+        list(iter_ragged_rows([], rows="some"))
+    assert list(iter_ragged_rows([])) == []
+
+
+@pytest.mark.parametrize(
+    "turn, named",
+    [
+        (Turn(np.array([1]), np.array([2**32 + 5]), np.array([-0.5])), r"completion_tokens\[0\]"),
+        (Turn(np.array([1]), np.array([2, 3]), np.array([-0.5, np.inf])), r"logprobs\[1\]"),
+        (Turn(np.array([1]), np.array([2]), np.array([-np.inf])), r"logprobs\[0\]"),
+        (Turn(np.array([1]), np.array([2, 3]), np.array([np.nan, -1.0])), r"logprobs\[0\]"),
+        (Turn(np.array([1]), np.array([2]), np.array([3.5e38])), r"logprobs\[0\]"),
+        (Turn([1], [2, 3], [-0.5, False]), r"logprobs\[1\]"),
+        (Turn([1], [2, 3], [-0.5, True]), r"logprobs\[1\]"),
+    ],
+)
+def test_what_hides_among_good_values_is_named(turn, named):
+    good = Turn(np.array([1, 2]), np.array([3]), np.array([-0.5]))
+    with pytest.raises(ValueError, match=f"group 0, trajectory 0, turn 1: {named}"):
+        rows_of(good, turn)
+
+
+def test_the_largest_logprobs_of_both_signs_pass():
+    extreme = np.finfo(np.float32).max
+    rows = rows_of(Turn(np.array([1]), np.array([2, 3]), np.array([extreme, -extreme])))
+    assert rows.logprobs.tolist() == [0.0, extreme, -extreme]
+
+
+def test_empty_arrays_of_any_kind_are_no_tokens():
+    rows = rows_of(Turn(np.array([], "M8[s]"), np.array([2, 3]), np.array([-0.5, -1.0])))
+    assert rows.tokens.tolist() == [2, 3]
