@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from evsys_jax import stopping
 from evsys_jax.overview import ABOUT, COMMANDS
 
 if TYPE_CHECKING:
@@ -66,25 +66,31 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 def main() -> None:
-    """Run the command line; a request to stop leaves as little behind as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """Run the command line."""
+    if sys.stdout is None:
+        _complain("there is no standard output")
+        sys.exit(2)
+    stopping.listen()
     command = typer.main.get_command(app)
     try:
         sys.exit(command.main(prog_name="evsys-jax", standalone_mode=False) or 0)
     except OSError as error:  # standard output is closed or full
-        print(f"evsys-jax: {error}", file=sys.stderr)
+        _complain(error)
         sys.exit(2)
     except Exception as error:
         # A wrong option or argument: one line, where typer's own printing takes four.
-        if type(error).__name__ == "Abort":  # Ctrl-C
-            sys.exit(130)
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()
-        if not message.startswith("Usage:"):
-            message = f"evsys-jax: {' '.join(message.split())}"
-        print(message, file=sys.stderr)
+        if message.startswith("Usage:"):
+            print(message, file=sys.stderr)
+        else:
+            _complain(" ".join(message.split()))
         sys.exit(2)
+
+
+def _complain(problem: object) -> None:
+    print(f"evsys-jax: {problem}", file=sys.stderr)
 
 
 @app.callback(help=ABOUT)
@@ -113,8 +119,8 @@ def build(
     started = time.monotonic()
     with _progress("collecting", "rollouts") as advance:
         groups, report = _collect(rollouts, captures, workers, keep_incomplete, advance)
-    from evsys_jax.dataset import RowWriter
-    from evsys_jax.ragged import iter_ragged_rows
+    from evsys_jax.dataset import RowWriter, staged
+    from evsys_jax.parts import iter_ragged_rows
 
     parts = iter_ragged_rows(groups, rows=rows.value, drop_constant=drop_constant)
     targets = rows_path, report_path = out / "rows.parquet", out / "report.json"
@@ -123,11 +129,16 @@ def build(
         for target in targets:
             if target.is_dir() or (target.exists() and target.samefile(rollouts)):
                 _fail(f"{target}: is the input, or a directory")
-        with RowWriter(rows_path) as writer, _progress("packing", "groups", len(groups)) as advance:
+        with (
+            staged(report_path) as partial,
+            RowWriter(rows_path) as writer,
+            _progress("packing", "groups", len(groups)) as advance,
+        ):
             written = writer.write_parts(parts, normalize=normalize, on_group=advance)
             summary = _summary(report, groups, written, time.monotonic() - started)
             # Before the rows take their name: a report that cannot be written leaves none.
-            _write_json(report_path, {**summary, "verdicts": _verdicts(report)})
+            text = json.dumps({**summary, "verdicts": _verdicts(report)}, indent=1)
+            partial.write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
         _fail(f"{out}: {error.strerror or error}")
     _print_summary(summary, as_json)
@@ -293,15 +304,6 @@ def _collect(
     return groups, report
 
 
-def _write_json(path: Path, value: Any) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _summary(
     report: CollectReport, groups: list[TrajectoryGroup], written: Written, seconds: float
 ) -> dict[str, Any]:
@@ -359,7 +361,7 @@ def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
 def _progress(doing: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """Show a bar on a terminal, and nothing elsewhere; yields a function that takes the count."""
     if not sys.stderr.isatty():
-        yield lambda done: None
+        yield stopping.keep_on
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -373,12 +375,17 @@ def _progress(doing: str, unit: str, total: int | None = None) -> Iterator[Calla
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(doing, total=total)
-        yield lambda done: bar.update(task, completed=done)
+
+        def advance(done: int) -> None:
+            stopping.keep_on(done)
+            bar.update(task, completed=done)
+
+        yield advance
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:
     """End with one line."""
-    print(f"evsys-jax: {message}", file=sys.stderr)
+    _complain(message)
     raise typer.Exit(code)
 
 

@@ -6,8 +6,9 @@ Needs pyarrow (the `cli` extra). A file appears under its name only when it is w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -176,6 +177,20 @@ class RowWriter:
                 self._partial.replace(self.path)
         finally:
             self._partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; what is there in the end takes the name `path`.
+
+    Where the block raises, nothing is left behind.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_rows(path: str | PathLike[str]) -> RaggedRows:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from evsys_jax import checks
 
+_BOOLS = {bool, np.bool_}
+
 
 @dataclass
 class Pieces:
@@ -181,7 +183,7 @@ def _copy_tokens(piece: Any, out: NDArray[np.int32], start: int, length: int) ->
     if not length:
         return
     if not isinstance(piece, list | tuple):
-        array = _plain_array(piece)
+        array = plain_array(piece)
         if array is not None:
             if array.ndim != 1 or array.dtype.kind not in "iu":
                 raise ValueError("token ids must be a list or a 1-D array of integers")
@@ -198,9 +200,11 @@ def _copy_tokens(piece: Any, out: NDArray[np.int32], start: int, length: int) ->
     struct.pack_into(f"{length}i", out.data, 4 * start, *piece)
 
 
-def _plain_array(piece: Any) -> NDArray[Any] | None:
+def plain_array(piece: Any) -> NDArray[Any] | None:
     """Return what is an array of numbers as numpy; None for any other sequence."""
     if not hasattr(piece, "dtype") and not isinstance(piece, array_module.array):
+        return None
+    if isinstance(piece, np.ma.MaskedArray):  # its list has None where it is masked
         return None
     array = np.asarray(piece)
     return None if array.dtype == object else array
@@ -209,14 +213,14 @@ def _plain_array(piece: Any) -> NDArray[Any] | None:
 def _copy_logprobs(piece: Any, out: NDArray[np.float32], start: int, length: int) -> None:
     """Write logprobs into `out`, rounded to float32; raise at what is no number."""
     if not isinstance(piece, list | tuple):
-        array = _plain_array(piece)
+        array = plain_array(piece)
         if array is not None and array.ndim == 1 and array.dtype.kind in "fiu":
             out[start : start + length] = array
             return
         piece = checks.as_list(piece)
     struct.pack_into(f"{length}f", out.data, 4 * start, *piece)
     # C takes True and False for 1 and 0; below them there is nothing to suspect.
-    if length and not out[start : start + length].max() < 0 and bool in set(map(type, piece)):
+    if length and not out[start : start + length].max() < 0 and _BOOLS & set(map(type, piece)):
         raise ValueError("a logprob is a number, not a bool")
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import length_hint
+from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,8 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evsys_jax import checks
 from evsys_jax.account import TokenAccount
-from evsys_jax.flat import Pieces, fill
-from evsys_jax.rollouts import TrajectoryGroup
+from evsys_jax.flat import Pieces, fill, plain_array
 from evsys_jax.trajectories import (
     TrajectoryTable,
     constant_groups,
@@ -29,9 +28,6 @@ from evsys_jax.trajectories import (
 
 RowKind: TypeAlias = Literal["turns", "merged"]
 MismatchPolicy: TypeAlias = Literal["error", "pad"]
-
-MAX_TOKENS = 2**23
-"""Tokens that are flat at a time, where rows go through in parts: about 75 MB."""
 
 MIN_FLAT = 2**18
 """Flat buffers below this many tokens are not worth another shape."""
@@ -248,65 +244,28 @@ def ragged_rows(
     return RaggedRows(**flat, table=table, account=account)
 
 
-def iter_ragged_rows(
-    groups: Sequence[Any], *, max_tokens: int = MAX_TOKENS, **options: Any
-) -> Iterator[RaggedRows]:
-    """Flatten groups some at a time: the memory that takes is that of a part.
-
-    Args:
-      groups: [G] groups.
-      max_tokens: of the turns of a part, where one group alone has no more.
-      **options: of `ragged_rows`.
-
-    Yields:
-      The rows of consecutive groups, which together are those of `ragged_rows`. Groups keep the
-      index that they have among all; a table knows only the trajectories of its part, which is
-      all that baselines and `group_std` look at, and not what `batch_std` does.
-
-    Raises:
-      ValueError: as `ragged_rows`, when the bad part is asked for.
-    """
-    ragged_rows([], **options)  # so that bad options are told even where there are no groups
-    groups = list(checks.sequence(groups, "groups"))
-    counts = np.zeros(len(groups) + 1, np.int64)
-    for g, _, trajectory, _ in checks.members(groups):
-        counts[g + 1] += sum(map(_count_tokens, trajectory.turns))
-    sizes = np.cumsum(counts)
-    first = 0
-    while first < len(groups):
-        fitting = int(np.searchsorted(sizes, sizes[first] + max_tokens, side="right")) - 1
-        last = max(fitting, first + 1)
-        yield _numbered_rows(groups[first:last], first, options)
-        first = last
-
-
-def _count_tokens(turn: Any) -> int:
-    """Count the tokens of a turn; of what has no length none, which the checks then name."""
-    return length_hint(turn.prompt_tokens) + length_hint(turn.completion_tokens)
-
-
-def _numbered_rows(groups: list[Any], first: int, options: dict[str, Any]) -> RaggedRows:
-    """Flatten groups of which the first has another index than 0."""
-    try:
-        rows = ragged_rows(groups, **options)
-    except ValueError:
-        # Once more with as many groups in front, so that the error names the right one.
-        ragged_rows([TrajectoryGroup([])] * first + groups, **options)
-        raise
-    table = rows.table
-    sizes = np.concatenate([np.zeros(first, np.int32), table.group_sizes])
-    return replace(
-        rows, table=replace(table, group=table.group + np.int32(first), group_sizes=sizes)
+def _generated(turns: Sequence[Any], where: str) -> int:
+    """Count the completion tokens of a trajectory."""
+    return sum(
+        len(turn.completion_tokens)
+        if _is_plain(turn.completion_tokens)
+        else _length(turn, "completion_tokens", f"{where}, turn {k}")
+        for k, turn in enumerate(turns)
     )
 
 
-def _generated(turns: Sequence[Any], where: str) -> int:
-    """Count the completion tokens of a trajectory."""
-    for k, turn in enumerate(turns):
-        if not hasattr(turn.completion_tokens, "__len__"):
-            kind = type(turn.completion_tokens).__name__
-            raise ValueError(f"{where}, turn {k}: completion_tokens: a {kind} is no sequence")
-    return sum(len(turn.completion_tokens) for turn in turns)
+def _is_plain(values: Any) -> bool:
+    """Tell whether values have a length and an order for sure; cheap, since most have."""
+    kind = type(values)
+    return kind is list or kind is tuple or (kind is np.ndarray and values.ndim > 0)
+
+
+def _length(turn: Any, name: str, where: str) -> int:
+    values = checks.sequence(getattr(turn, name), f"{where}: {name}")
+    try:
+        return len(values)
+    except TypeError as error:  # an array without a dimension
+        raise ValueError(f"{where}: {name}: {error}") from error
 
 
 def _completed_turns(
@@ -316,6 +275,9 @@ def _completed_turns(
     turns, padded = [], 0
     for k, turn in enumerate(trajectory.turns):
         completion, logprobs = turn.completion_tokens, turn.logprobs
+        for name in ("prompt_tokens", "logprobs"):
+            if not _is_plain(getattr(turn, name)):
+                _length(turn, name, f"{where}, turn {k}")
         if len(logprobs) != len(completion):
             logprobs, _ = checks.match_logprobs(turn, f"{where}, turn {k}", on_mismatch)
             padded += 1
@@ -360,11 +322,15 @@ def _extends(prompt: Any, before: Any, completion: Any) -> bool:
     middle, end = len(before), len(before) + len(completion)
     if len(prompt) < end:
         return False
-    if isinstance(prompt, list) and isinstance(before, list) and isinstance(completion, list):
+    whole, head, tail = (plain_array(part) for part in (prompt, before, completion))
+    if whole is None or head is None or tail is None or whole.ndim != 1:
+        known, *history = map(checks.as_list, (prompt, before, completion))
         # True and 2.0 equal 1 and 2, but are no tokens: such a prompt is left to the checks.
-        same = prompt[:middle] == before and prompt[middle:end] == completion
-        return same and set(map(type, prompt[:end])) <= {int}
-    whole, head, tail = np.asarray(prompt), np.asarray(before), np.asarray(completion)
+        kinds = set(map(type, known[:end]))
+        integers = bool not in kinds and all(issubclass(kind, Integral) for kind in kinds)
+        return integers and known[:middle] == history[0] and known[middle:end] == history[1]
+    if whole.dtype.kind not in "iu":
+        return False
     if _address(whole) == _address(head) and _address(tail) == _address(whole) + 4 * middle:
         return True  # views into one array of int32, as a capture build hands them out
     return np.array_equal(whole[:middle], head) and np.array_equal(whole[middle:end], tail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 
 
@@ -14,6 +15,8 @@ def begin(folder: str) -> None:
     Args:
       folder: goes with it.
     """
+    # Ctrl-C reaches all processes of a terminal; who started this one decides what follows.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Reading captures needs no linear algebra, and threads for it would wait in a loop.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()

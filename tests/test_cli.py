@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from evsys_jax import __main__ as entry
-from evsys_jax import reference
+from evsys_jax import reference, stopping
 from evsys_jax.cli import app
 from evsys_jax.collect import collect
 from evsys_jax.dataset import RowWriter, read_rows
@@ -262,3 +263,45 @@ def test_an_overview_that_cannot_be_printed_is_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         entry.main()
     assert capsys.readouterr().err == "evsys-jax: [Errno 28] No space left on device\n"
+
+
+def test_without_standard_output_there_is_one_line():
+    command = f"exec {sys.executable} -m evsys_jax inspect {EXAMPLE} >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "evsys-jax: there is no standard output\n"
+
+
+def test_a_stop_that_python_dropped_is_caught_up_with(monkeypatch):
+    monkeypatch.setattr(stopping, "_asked", [])
+    stopping.keep_on(1)
+    with pytest.raises(SystemExit, match="143"):
+        stopping._stop(signal.SIGTERM, None)
+    stopping._stop(signal.SIGTERM, None)  # asked again, while the first is under way
+    stopping._stop(signal.SIGINT, None)
+    with pytest.raises(SystemExit, match="143"):
+        stopping.keep_on(1)
+
+
+@pytest.mark.parametrize("first", ["report", "rows"])
+def test_rows_and_report_take_their_names_together(tmp_path, monkeypatch, first):
+    assert invoke("build", EXAMPLE, "--out", tmp_path).exit_code == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    real, names = Path.replace, []
+
+    def replace(path, target):
+        names.append(Path(target).name)
+        if first == "rows" and names[-1] == "rows.parquet":
+            raise OSError(28, "No space left on device")
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    if first == "report":
+        monkeypatch.setattr(Path, "write_text", _full)
+    assert invoke("build", EXAMPLE, "--out", tmp_path, "--rows", "merged").exit_code == 2
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert names == ([] if first == "report" else ["rows.parquet"])
+
+
+def _full(*_, **__):
+    raise OSError(28, "No space left on device")

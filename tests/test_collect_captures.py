@@ -371,10 +371,12 @@ if __name__ == "__main__":
     folder = tmp_path / "handed"
     folder.mkdir()
     (folder / "0").write_bytes(b"a build")
+    told = tmp_path / "told"  # a file, since a pipe would stay open with the worker
     command = [sys.executable, str(script), str(folder)]
     environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-    worker, threads = done.stdout.split()
+    with told.open("w") as file:
+        subprocess.run(command, stdout=file, env=environment, timeout=60)
+    worker, threads = told.read_text().split()
     assert threads == "1"
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and (folder.exists() or _runs(int(worker))):

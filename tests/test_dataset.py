@@ -15,7 +15,8 @@ from generators import random_groups
 from evsys_jax import reference
 from evsys_jax.batch import pack
 from evsys_jax.dataset import RowWriter, read_rows
-from evsys_jax.ragged import iter_ragged_rows, ragged_rows
+from evsys_jax.parts import iter_ragged_rows
+from evsys_jax.ragged import ragged_rows
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 
 

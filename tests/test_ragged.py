@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from evsys_jax import reference
 from evsys_jax.account import TokenAccount
 from evsys_jax.batch import pack
-from evsys_jax.ragged import iter_ragged_rows, ragged_rows
+from evsys_jax.parts import iter_ragged_rows
+from evsys_jax.ragged import ragged_rows
 from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
 
 
@@ -320,3 +321,53 @@ def test_the_largest_logprobs_of_both_signs_pass():
 def test_empty_arrays_of_any_kind_are_no_tokens():
     rows = rows_of(Turn(np.array([], "M8[s]"), np.array([2, 3]), np.array([-0.5, -1.0])))
     assert rows.tokens.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        (1, True, 2),
+        (1, 1, 2.0),
+        [1, 1.0, 2, 7],
+        np.array([1.0, 1.0, 2.0]),
+        np.array([1, True, 2], object),
+        np.ma.array([1, 1, 2], mask=[0, 1, 0]),
+        [1, 1, 2, [3]],
+    ],
+)
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_a_prompt_that_only_equals_the_history_is_refused(prompt, kind):
+    first = Turn(kind([1]), kind([1, 2]), [-0.5, -0.5])
+    with pytest.raises(ValueError, match=r"group 0, trajectory 0, turn 1: prompt_tokens\["):
+        rows_of(first, Turn(prompt, kind([5]), [-1.0]), rows="merged")
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda x: [np.int64(i) for i in x]])
+@pytest.mark.parametrize("other", [list, tuple, np.array, jnp.array])
+def test_prompts_of_another_kind_extend_all_the_same(kind, other):
+    first = Turn(kind([1]), other([1, 2]), [-0.5, -0.5])
+    rows = rows_of(first, Turn(other([1, 1, 2, 3]), kind([5]), [-1.0]), rows="merged")
+    assert len(rows) == 1
+    assert rows.tokens.tolist() == [1, 1, 2, 3, 5]
+
+
+@pytest.mark.parametrize("value", [None, 1.5, np.array(3.0), "abc", {}, set(), (x for x in ())])
+@pytest.mark.parametrize("field", ["prompt_tokens", "completion_tokens", "logprobs"])
+def test_a_field_that_is_no_sequence_is_named(field, value):
+    turn = Turn([1], [2], [-0.5])
+    setattr(turn, field, value)
+    with pytest.raises(ValueError, match=f"group 0, trajectory 0, turn 1: {field}: "):
+        rows_of(Turn([1], [2], [-0.5]), turn)
+
+
+@pytest.mark.parametrize(
+    "turn, named",
+    [
+        (Turn([1], [2, 3], [np.True_, -1.0]), r"logprobs\[0\]"),
+        (Turn([1], np.ma.array([2, 3], mask=[0, 1]), [-1.0, -1.0]), r"completion_tokens\[1\]"),
+        (Turn([1], [2, 3], np.ma.array([-1.0, -1.0], mask=[0, 1])), r"logprobs\[1\]"),
+    ],
+)
+def test_what_only_looks_like_a_number_is_named(turn, named):
+    with pytest.raises(ValueError, match=f"turn 0: {named}"):
+        rows_of(turn)
