@@ -1,8 +1,9 @@
 """How much faster do two processes read captured calls than one?
 
 1,500 rollouts of 40 turns, every prompt whole, about 1.9 GB, frozen before the clock starts. The
-time includes the start of the processes. Beside `collect` stands the whole command, which packs
-and writes merged rows when all is read.
+time includes the start of the processes. A process uses one thread; what one alone would take with
+a second thread for the digests is given as well, and so is the whole command, which packs and
+writes merged rows when all is read.
 
 Run: python benchmarks/workers.py [--repeats 7]
 """
@@ -12,8 +13,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 
 def main() -> None:
@@ -22,7 +25,7 @@ def main() -> None:
     from harness import arguments, conclude, describe, measure
     from recorded import Shape, write_captures
 
-    from evsys_jax import collect
+    from evsys_jax import capture_jobs, collect
 
     options = arguments(__doc__)
     rollouts, shape = (8, Shape(3)) if options.quick else (1_500, Shape(40))
@@ -41,8 +44,13 @@ def main() -> None:
             command += ["--out", Path(directory, "out")]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
+        def with_a_second_thread() -> None:
+            with patch.object(capture_jobs, "one_thread", nullcontext):
+                read()
+
         contenders = {
             "collect: one process": read,
+            "collect: two threads": with_a_second_thread,
             "collect: two processes": partial(read, workers=2),
             "build: one process": partial(build, 1),
             "build: two processes": partial(build, 2),
@@ -53,12 +61,18 @@ def main() -> None:
         base = times[f"{name.partition(':')[0]}: one process"][0]
         cell = f"{median:.2f} ({least:.2f})"
         print(f"{name:24}{cell:>16}{size / median / 1e6:8.0f}{base / median:6.2f}x")
-    for what, called in (
-        ("collect", "collect(captures=...)"),
-        ("build", "evsys-jax build --captures"),
+    for what, than, called, meaning in (
+        ("collect", "one process", "collect(captures=...)", "one process"),
+        (
+            "collect",
+            "two threads",
+            "collect(captures=...)",
+            "one process that hashes in two threads",
+        ),
+        ("build", "one process", "evsys-jax build --captures", "one process"),
     ):
-        figure = f"{times[f'{what}: one process'][0] / times[f'{what}: two processes'][0]:.2f}x"
-        conclude(f"two processes in `{called}`", figure, "speed over one process")
+        figure = f"{times[f'{what}: {than}'][0] / times[f'{what}: two processes'][0]:.2f}x"
+        conclude(f"two processes in `{called}`", figure, f"speed over {meaning}")
 
 
 if __name__ == "__main__":
