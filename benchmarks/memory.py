@@ -5,7 +5,7 @@ as records that carry their tokens, where the longest record takes the place of 
 Each run is a process of its own. Its peak resident memory, over what it held before the call, is
 compared with the final arrays plus that largest piece of input. Linux only.
 
-Run: python benchmarks/memory.py [--repeats 3]
+Run: python benchmarks/memory.py [--repeats 7]
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ print(json.dumps({
 
 def main() -> None:
     """Print one line per kind of input."""
-    options = arguments(__doc__, repeats=3)
+    options = arguments(__doc__)
     rollouts = 4 if options.quick else 500
     shape = Shape(4 if options.quick else 40)
     print(describe("numpy", "orjson"))

@@ -31,7 +31,7 @@ Captures: TypeAlias = str | PathLike[str] | Sequence[str | PathLike[str]] | Toke
 CHUNK = 8
 """Rollouts handed to a worker process, or awaited, at a time; more, when there are many."""
 
-_MOST = 32
+_LARGEST_CHUNK = 32
 _AHEAD = 8
 """Chunks per process that may wait for an earlier one."""
 
@@ -172,7 +172,7 @@ def _share_builds(
         while True:
             while len(waiting) < _AHEAD * workers:
                 # Small ones first, for a few rollouts to be shared; later a chunk is worth its way.
-                chunk = list(islice(stream, min(CHUNK + taken // 16, _MOST)))
+                chunk = list(islice(stream, min(CHUNK + taken // 16, _LARGEST_CHUNK)))
                 if not chunk:
                     break
                 waiting.append(_Shared(chunk, Path(folder.name, str(taken))))

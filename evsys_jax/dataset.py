@@ -76,7 +76,7 @@ class RowWriter:
     def __init__(self, path: str | PathLike[str]) -> None:
         """Choose a temporary file beside `path`; the first write opens it."""
         self.path = Path(path)
-        self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        self._partial = _beside(self.path)
         self._writer: pq.ParquetWriter | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evsys-parquet")
         self._encoding: Future[None] | None = None
@@ -185,12 +185,17 @@ def staged(path: Path) -> Iterator[Path]:
 
     Where the block raises, nothing is left behind.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial = _beside(path)
     try:
         yield partial
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    """Name a file that is hidden, in the same folder, and of this process alone."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def read_rows(path: str | PathLike[str]) -> RaggedRows:

@@ -328,7 +328,7 @@ def test_chunks_grow_with_the_input(tmp_path, monkeypatch):
     results = list(capture_jobs.run_jobs(jobs, tmp_path, workers=2))
     assert results == jobs
     assert sizes[0] == capture_jobs.CHUNK
-    assert max(sizes) == capture_jobs._MOST
+    assert max(sizes) == capture_jobs._LARGEST_CHUNK
 
 
 @pytest.mark.parametrize("workers", [1, 2])

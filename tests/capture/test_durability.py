@@ -298,6 +298,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 128 KiB, where this machine lets one be mounted."""
     place = tmp_path / "small"
     place.mkdir()
+    # Mounting takes rights that not every machine gives to its tests, and no other way to a full
+    # disk is as real: a limit on file sizes raises another error, at another place.
     command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(place)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
