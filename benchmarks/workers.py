@@ -1,9 +1,9 @@
 """How much faster do two processes read captured calls than one?
 
 1,500 rollouts of 40 turns, every prompt whole, about 1.9 GB, frozen before the clock starts. The
-time includes the start of the processes. A process uses one thread; what one alone would take with
-a second thread for the digests is given as well, and so is the whole command, which packs and
-writes merged rows when all is read.
+time includes the start of the processes. A process that is alone lets a second thread hash; what
+it takes without one is given as well, and so is the whole command, which packs and writes merged
+rows when all is read.
 
 Run: python benchmarks/workers.py [--repeats 7]
 """
@@ -13,10 +13,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 
 def main() -> None:
@@ -25,7 +23,8 @@ def main() -> None:
     from harness import arguments, conclude, describe, measure
     from recorded import Shape, write_captures
 
-    from evsys_jax import capture_jobs, collect
+    from evsys_jax import collect
+    from evsys_jax.capture.stamps import one_thread
 
     options = arguments(__doc__)
     rollouts, shape = (8, Shape(3)) if options.quick else (1_500, Shape(40))
@@ -44,13 +43,13 @@ def main() -> None:
             command += ["--out", Path(directory, "out")]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
-        def with_a_second_thread() -> None:
-            with patch.object(capture_jobs, "one_thread", nullcontext):
+        def alone() -> None:
+            with one_thread():
                 read()
 
         contenders = {
             "collect: one process": read,
-            "collect: two threads": with_a_second_thread,
+            "collect: one thread": alone,
             "collect: two processes": partial(read, workers=2),
             "build: one process": partial(build, 1),
             "build: two processes": partial(build, 2),
@@ -63,12 +62,7 @@ def main() -> None:
         print(f"{name:24}{cell:>16}{size / median / 1e6:8.0f}{base / median:6.2f}x")
     for what, than, called, meaning in (
         ("collect", "one process", "collect(captures=...)", "one process"),
-        (
-            "collect",
-            "two threads",
-            "collect(captures=...)",
-            "one process that hashes in two threads",
-        ),
+        ("collect", "one thread", "collect(captures=...)", "one thread"),
         ("build", "one process", "evsys-jax build --captures", "one process"),
     ):
         figure = f"{times[f'{what}: {than}'][0] / times[f'{what}: two processes'][0]:.2f}x"

@@ -83,7 +83,8 @@ def run_jobs(
     Args:
       jobs: (anything, job) pairs; a job of None builds nothing.
       captures: a capture directory, several, or a `TokenSource`; None builds nothing.
-      workers: processes that build, this one among them, for directories; each in one thread.
+      workers: processes that build, this one among them, for directories. One that is alone
+        lets a second thread hash; of several each uses one thread.
       freeze: False leaves directories as they are; a `TokenSource` can only freeze.
 
     Yields:
@@ -113,8 +114,7 @@ def run_jobs(
 def _build(job: CaptureJob | None, directories: list[Path], freeze: bool) -> RolloutBuild | None:
     if job is None:
         return None
-    with one_thread():  # the number of workers says how many cores are used
-        return build_from_directories(job.rollout_id, directories, freeze=freeze, **job.options)
+    return build_from_directories(job.rollout_id, directories, freeze=freeze, **job.options)
 
 
 def _build_all(
@@ -128,7 +128,8 @@ def _build_all(
 def _build_chunk(
     jobs: list[CaptureJob | None], directories: list[Path], freeze: bool
 ) -> list[RolloutBuild | None]:
-    return [_build(job, directories, freeze) for job in jobs]
+    with one_thread():  # the other cores have work of their own
+        return [_build(job, directories, freeze) for job in jobs]
 
 
 def _build_chunk_into(path: str, *arguments: Any) -> None:

@@ -332,13 +332,13 @@ def test_chunks_grow_with_the_input(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_worker_hashes_in_one_thread(tmp_path, monkeypatch, workers):
+def test_a_second_thread_hashes_for_a_process_that_is_alone(tmp_path, monkeypatch, workers):
     fill(tmp_path, {f"0-{n}": two_turns(f"0-{n}") for n in range(4)})
     asked = []
     monkeypatch.setattr("evsys_jax.capture.stamps._WORTH_A_THREAD", 0)
     monkeypatch.setattr("evsys_jax.capture.stamps._helper", lambda: asked.append("thread"))
     collect([record(n) for n in range(4)], captures=tmp_path, workers=workers)
-    assert asked == []
+    assert asked == (["thread"] * 4 if workers == 1 else [])
 
 
 def test_without_a_temporary_folder_one_process_builds(tmp_path, monkeypatch, caplog):
