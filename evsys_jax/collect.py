@@ -22,7 +22,7 @@ from evsys_jax.capture.build import RolloutBuild
 from evsys_jax.capture.config import rollout_id_of
 from evsys_jax.capture_jobs import CaptureJob, Captures, job_of, run_jobs
 from evsys_jax.inline import MaskedError, carries_tokens, generated_items, inline_turns
-from evsys_jax.rollouts import Trajectory, TrajectoryGroup, Turn
+from evsys_jax.rollouts import ChainTurns, Trajectory, TrajectoryGroup
 from evsys_jax.verdicts import CollectReport, RolloutVerdict
 
 MAX_REWARD = 2.0**120
@@ -101,7 +101,7 @@ class JudgedRollout(NamedTuple):
 
     verdict: RolloutVerdict
     record: Any
-    turns: list[Turn]
+    turns: ChainTurns
     build: RolloutBuild | None
 
 
@@ -138,7 +138,7 @@ def judge_rollouts(
     ):
         turns = _decide(reading, build)
         reading.verdict.turns = len(turns)
-        reading.verdict.turn_tokens = sum(len(turn.completion_tokens) for turn in turns)
+        reading.verdict.turn_tokens = turns.n_sampled
         yield JudgedRollout(reading.verdict, reading.record, turns, build)
         del reading, build, turns  # before the next is read
 
@@ -185,10 +185,10 @@ def _read(
         del record, job
 
 
-def _decide(reading: _Reading, build: RolloutBuild | None) -> list[Turn]:
+def _decide(reading: _Reading, build: RolloutBuild | None) -> ChainTurns:
     """Fill in the verdict, and return the turns as far as there are any."""
     verdict, record = reading.verdict, reading.record
-    turns: list[Turn] = []
+    turns = ChainTurns()
     try:
         if reading.fault is not None:
             raise reading.fault
@@ -208,7 +208,7 @@ def _decide(reading: _Reading, build: RolloutBuild | None) -> list[Turn]:
     return turns
 
 
-def _captured_turns(build: RolloutBuild) -> list[Turn]:
+def _captured_turns(build: RolloutBuild) -> ChainTurns:
     """Return the turns of a build, logprobs rounded to the float32 that rows hold."""
     large = np.abs(build.logprobs) >= checks.FLOAT32_LIMIT
     for span in build.spans if large.any() else ():
@@ -217,15 +217,9 @@ def _captured_turns(build: RolloutBuild) -> list[Turn]:
             value = build.logprobs[span.start + wrong[0]]
             where = f"call {span.call_id}: generation_log_probs[{wrong[0]}]"
             raise MaskedError("bad_tokens", f"{where} is {value}, no finite float32")
-    scored = build.logprobs.astype(np.float32)
-    return [
-        Turn(
-            build.tokens[: span.start],
-            build.tokens[span.start : span.end],
-            scored[span.start : span.end],
-        )
-        for span in build.spans
-    ]
+    bounds = np.array([(span.start, span.end) for span in build.spans], np.int32).reshape(-1, 2)
+    starts, ends = bounds.T.copy()
+    return ChainTurns(build.tokens, build.logprobs.astype(np.float32), starts, ends)
 
 
 def _describe(build: RolloutBuild) -> str:
@@ -326,7 +320,7 @@ def _finite(reward: Any) -> float | None:
 
 
 def _trajectory(
-    turns: list[Turn], verdict: RolloutVerdict, build: RolloutBuild | None
+    turns: ChainTurns, verdict: RolloutVerdict, build: RolloutBuild | None
 ) -> Trajectory:
     metadata: dict[str, Any] = {"rollout_id": verdict.rollout_id}
     if not verdict.trains:
@@ -340,22 +334,23 @@ def _trajectory(
 
 
 def _account(
-    account: TokenAccount, turns: list[Turn], verdict: RolloutVerdict, build: RolloutBuild | None
+    account: TokenAccount, turns: ChainTurns, verdict: RolloutVerdict, build: RolloutBuild | None
 ) -> None:
     """Enter one rollout: its tokens are masked; or trained, but for what has no place in a row."""
     account.captured += verdict.tokens
     if not verdict.trains:
         account.masked[verdict.reason] += verdict.tokens
         return
-    for turn in turns:
-        sampled = len(turn.completion_tokens)
-        orphans = int(sampled > 0 and len(turn.prompt_tokens) == 0)
-        account.trained += sampled - orphans
-        if orphans:
-            account.dropped["no_context"] += 1
-        if sampled == orphans:
-            reason = "no_context" if sampled else "empty_completion"
-            account.dropped_turns[reason] += 1
+    sampled = turns.sampled
+    orphans = (sampled > 0) & (turns.starts == 0)
+    account.trained += int(sampled.sum() - orphans.sum())
+    for counter, reason, counted in (
+        (account.dropped, "no_context", orphans),
+        (account.dropped_turns, "no_context", orphans & (sampled == 1)),
+        (account.dropped_turns, "empty_completion", sampled == 0),
+    ):
+        if counted.any():
+            counter[reason] += int(counted.sum())
     delivered = {span.call_id for span in build.spans} if build is not None else set()
     for call in build.calls if build is not None else ():
         if call.call_id not in delivered:

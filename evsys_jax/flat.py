@@ -26,6 +26,7 @@ class Pieces:
     row_pieces: list[int] = field(default_factory=list)  # index of each row's first piece
     row_trajectory: list[int] = field(default_factory=list)
     turn: list[int] = field(default_factory=list)
+    chains: list[tuple[int, NDArray[np.int32], NDArray[np.int32]]] = field(default_factory=list)
 
     def begin_row(self, trajectory: int, turn: int) -> None:
         """Open a row; the pieces that follow belong to it."""
@@ -38,6 +39,17 @@ class Pieces:
         self.tokens.append(piece)
         self.logprobs.append(logprobs)
         self.lengths.append(len(piece))
+
+    def add_chain(
+        self,
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        starts: NDArray[np.int32],
+        ends: NDArray[np.int32],
+    ) -> None:
+        """Append a piece of which the policy wrote `[starts[k], ends[k])`; logprobs 0 elsewhere."""
+        self.chains.append((len(self.tokens), starts, ends))
+        self.add(tokens, logprobs)
 
 
 def fill(pieces: Pieces, *, keep_lists: bool = False) -> dict[str, Any] | None:
@@ -65,16 +77,34 @@ def fill(pieces: Pieces, *, keep_lists: bool = False) -> dict[str, Any] | None:
         return None
     if _hides_bool(pieces, tokens, starts):
         return None
-    read = np.array([piece is None for piece in pieces.logprobs], bool)
     return {
         "tokens": tokens,
-        "sampled": np.repeat(~read, lengths),
+        "sampled": _sampled(pieces, lengths, ends),
         "logprobs": logprobs,
         "offsets": np.append(np.array(starts, np.int64)[pieces.row_pieces], total),
         "row_trajectory": np.array(pieces.row_trajectory, np.int32),
         "turn": np.array(pieces.turn, np.int32),
         **({"inputs": inputs} if keep_lists else {}),
     }
+
+
+def _sampled(
+    pieces: Pieces, lengths: NDArray[np.int64], ends: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Return a bool per token: the policy wrote it."""
+    wrote = np.array([piece is not None for piece in pieces.logprobs], bool)
+    if not pieces.chains:
+        return np.repeat(wrote, lengths)
+    wrote[[index for index, _, _ in pieces.chains]] = False
+    begins = ends - lengths
+    firsts, lasts = [begins[wrote]], [ends[wrote]]
+    for index, inner, outer in pieces.chains:
+        firsts.append(begins[index] + inner)
+        lasts.append(begins[index] + outer)
+    # No two overlap, so that each kind of edge can be sorted alone.
+    edges = np.stack([np.sort(np.concatenate(each)) for each in (firsts, lasts)], axis=1).ravel()
+    runs = np.diff(edges, prepend=0, append=ends[-1])
+    return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
 
 
 def _fill_tokens(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from evsys_jax import checks
 from evsys_jax.flat import logprob_array, token_array
-from evsys_jax.rollouts import Turn
+from evsys_jax.rollouts import ChainTurns, Turn
 
 _TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 _TURN_KEYS = ("prompt_tokens", "completion_tokens", "logprobs")
@@ -43,7 +45,7 @@ def carries_tokens(record: Mapping[str, Any]) -> bool:
     return any(hasattr(tokens, "__len__") and len(tokens) > 0 for tokens in generations)
 
 
-def inline_turns(record: Mapping[str, Any]) -> list[Turn]:
+def inline_turns(record: Mapping[str, Any]) -> ChainTurns:
     """Chain the generated items of a record and cut the chain into turns.
 
     Args:
@@ -83,7 +85,8 @@ def inline_turns(record: Mapping[str, Any]) -> list[Turn]:
         scored = logprob_array(logprobs)
     except ValueError as error:
         raise MaskedError("bad_tokens", _first_bad(items) or str(error)) from error
-    return [Turn(tokens[:start], tokens[start:end], scored[start:end]) for start, end in spans]
+    starts, ends = np.array(spans, np.int32).T.copy()
+    return ChainTurns(tokens, scored, starts, ends)
 
 
 def _list_of(item: Mapping[str, Any], key: str, k: int) -> list[Any]:

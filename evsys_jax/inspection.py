@@ -250,7 +250,7 @@ def inspect_rollout(
     )
 
 
-def _turns_of(judged: JudgedRollout) -> list[Turn]:
+def _turns_of(judged: JudgedRollout) -> Sequence[Turn]:
     """Return the turns, also of a record that is masked for what its tokens don't show."""
     if judged.turns or judged.build is not None or not isinstance(judged.record, Mapping):
         return judged.turns
@@ -260,7 +260,7 @@ def _turns_of(judged: JudgedRollout) -> list[Turn]:
         return []
 
 
-def _summarize(judged: JudgedRollout, turns: list[Turn]) -> RolloutSummary:
+def _summarize(judged: JudgedRollout, turns: Sequence[Turn]) -> RolloutSummary:
     verdict, build = judged.verdict, judged.build
     if build is None:
         calls, chains = _count_items(judged.record), int(bool(turns))
@@ -293,11 +293,11 @@ def _count_items(record: Any) -> int:
     return len(generated_items(record)) if isinstance(record, Mapping) else 0
 
 
-def _length(turns: list[Turn]) -> int:
+def _length(turns: Sequence[Turn]) -> int:
     return len(turns[-1].prompt_tokens) + len(turns[-1].completion_tokens) if turns else 0
 
 
-def _count_trained(turns: list[Turn], verdict: RolloutVerdict) -> int:
+def _count_trained(turns: Sequence[Turn], verdict: RolloutVerdict) -> int:
     """Count the live targets: nothing predicts a token that stands before all others."""
     if not verdict.trains:
         return 0
@@ -328,7 +328,7 @@ def _bare_trajectory(summary: RolloutSummary) -> Trajectory:
 
 
 def _lay_out(
-    turns: list[Turn], trains: bool
+    turns: Sequence[Turn], trains: bool
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32]]:
     """Lay the turns end to end: tokens, what trains, and the sampler's logprobs."""
     length = _length(turns)
@@ -346,7 +346,7 @@ def _lay_out(
     return tokens, mask, logprobs
 
 
-def _spans(turns: list[Turn], callers: list[str]) -> list[Span]:
+def _spans(turns: Sequence[Turn], callers: list[str]) -> list[Span]:
     spans: list[Span] = []
     done = 0
     for turn, caller in zip(turns, callers, strict=True):

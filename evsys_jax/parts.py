@@ -11,7 +11,7 @@ import numpy as np
 
 from evsys_jax import checks
 from evsys_jax.ragged import RaggedRows, ragged_rows
-from evsys_jax.rollouts import TrajectoryGroup
+from evsys_jax.rollouts import TrajectoryGroup, untouched_chain
 
 MAX_TOKENS = 2**23
 """Tokens that are flat at a time: about 75 MB."""
@@ -39,7 +39,10 @@ def iter_ragged_rows(
     groups = list(checks.sequence(groups, "groups"))
     counts = np.zeros(len(groups) + 1, np.int64)
     for g, _, trajectory, _ in checks.members(groups):
-        counts[g + 1] += sum(map(_count_tokens, trajectory.turns))
+        chain = untouched_chain(trajectory)
+        counts[g + 1] += (
+            sum(map(_count_tokens, trajectory.turns)) if chain is None else chain.ends.sum()
+        )
     sizes = np.cumsum(counts)
     first = 0
     while first < len(groups):

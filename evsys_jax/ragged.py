@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from evsys_jax import checks
 from evsys_jax.account import TokenAccount
 from evsys_jax.flat import Pieces, fill, plain_array
+from evsys_jax.rollouts import ChainTurns, untouched_chain
 from evsys_jax.trajectories import (
     TrajectoryTable,
     constant_groups,
@@ -223,13 +224,16 @@ def ragged_rows(
     constant = constant_groups(table) if drop_constant else np.zeros(len(groups), bool)
     account, plan, padded = TokenAccount(), Pieces(), 0
     for index, (g, _, trajectory, where) in enumerate(checks.members(groups)):
-        generated = _generated(trajectory.turns, where)
+        chain = untouched_chain(trajectory)
+        generated = _generated(trajectory.turns, where) if chain is None else chain.n_sampled
         account.captured += generated
         if not table.trains[index]:
             account.masked[mask_reason(trajectory)] += generated
         elif constant[g]:
             account.dropped["constant_group"] += generated
             account.dropped_turns["constant_group"] += len(trajectory.turns)
+        elif chain is not None:
+            _plan_chain(plan, chain, index, rows == "merged", account)
         else:
             turns, changed = _completed_turns(trajectory, where, on_logprob_mismatch, account)
             padded += changed
@@ -317,6 +321,27 @@ def _plan_rows(
             known = len(prompt) + len(completion)
 
 
+def _plan_chain(
+    plan: Pieces, chain: ChainTurns, trajectory: int, merge: bool, account: TokenAccount
+) -> None:
+    """Do as `_plan_rows` for turns that extend each other for sure."""
+    wrote = np.flatnonzero(chain.sampled)
+    if len(wrote) < len(chain):
+        account.dropped_turns["empty_completion"] += len(chain) - len(wrote)
+    if not merge or not len(wrote):
+        turns = [(k, *chain.fields(k)) for k in wrote.tolist()]
+        _plan_rows(plan, turns, trajectory, False, account)
+        return
+    starts, ends = chain.starts[wrote], chain.ends[wrote]
+    if starts[0] == 0:
+        account.dropped["no_context"] += 1
+        if ends[-1] == 1:
+            account.dropped_turns["no_context"] += 1
+            return
+    plan.begin_row(trajectory, int(wrote[0]))
+    plan.add_chain(chain.tokens[: ends[-1]], chain.logprobs[: ends[-1]], starts, ends)
+
+
 def _extends(prompt: Any, before: Any, completion: Any) -> bool:
     """Tell whether a prompt begins with the last turn's prompt and completion."""
     middle, end = len(before), len(before) + len(completion)
@@ -332,7 +357,7 @@ def _extends(prompt: Any, before: Any, completion: Any) -> bool:
     if whole.dtype.kind not in "iu":
         return False
     if _address(whole) == _address(head) and _address(tail) == _address(whole) + 4 * middle:
-        return True  # views into one array of int32, as a capture build hands them out
+        return True  # views into one array of int32, as `collect` hands them out
     return np.array_equal(whole[:middle], head) and np.array_equal(whole[middle:end], tail)
 
 

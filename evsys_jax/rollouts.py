@@ -1,14 +1,14 @@
 """Rollout types: what a sampler hands over, before it becomes arrays.
 
-Three plain dataclasses. Anything with the same attributes serves in their place, so a
-trainer's own rollout objects need no conversion.
+Three plain dataclasses, and turns that share one array. Anything with the same attributes serves
+in their place, so a trainer's own rollout objects need no conversion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,80 @@ class Turn:
     completion_tokens: Tokens
     logprobs: Floats = field(default_factory=list)
     text: str = ""
+
+
+_NO_TOKENS = np.empty(0, np.int32)
+_NO_LOGPROBS = np.empty(0, np.float32)
+
+
+class ChainTurns(Sequence[Turn]):
+    """The turns of one conversation, each of which saw all that came before it.
+
+    A sequence of `Turn`s that exist from when one of them is first asked for; they are then kept,
+    and may be changed. Their arrays are views into the chain's. A rollout of 40 turns that nobody
+    looks into is a few objects instead of some 200.
+
+    Args:
+      tokens: [L] int32, the whole conversation.
+      logprobs: [L] float32, 0.0 where the policy did not write.
+      starts: [K] int32, where each turn's completion begins; its prompt is everything before.
+      ends: [K] int32, where it ends: not before `starts[k]`, nor behind `starts[k + 1]`.
+    """
+
+    __slots__ = ("_turns", "ends", "logprobs", "starts", "tokens")
+
+    def __init__(
+        self,
+        tokens: NDArray[np.int32] = _NO_TOKENS,
+        logprobs: NDArray[np.float32] = _NO_LOGPROBS,
+        starts: NDArray[np.int32] = _NO_TOKENS,
+        ends: NDArray[np.int32] = _NO_TOKENS,
+    ) -> None:
+        self.tokens = tokens
+        self.logprobs = logprobs
+        self.starts = starts
+        self.ends = ends
+        self._turns: list[Turn] | None = None
+
+    @property
+    def untouched(self) -> bool:
+        """No turn has been asked for, so that none can differ from the arrays."""
+        return self._turns is None
+
+    @property
+    def sampled(self) -> NDArray[np.int32]:
+        """[K] tokens that each turn wrote."""
+        return self.ends - self.starts
+
+    @property
+    def n_sampled(self) -> int:
+        """Tokens that all turns wrote."""
+        return int(self.sampled.sum())
+
+    def fields(self, k: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+        """Return prompt, completion and logprobs of turn k, as the chain has them."""
+        start, end = self.starts[k], self.ends[k]
+        return self.tokens[:start], self.tokens[start:end], self.logprobs[start:end]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, index: int) -> Turn: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Turn]: ...
+
+    def __getitem__(self, index: int | slice) -> Turn | list[Turn]:
+        if self._turns is None:
+            self._turns = [Turn(*self.fields(k)) for k in range(len(self))]
+        return self._turns[index]
+
+    def __iter__(self) -> Iterator[Turn]:
+        return iter(self[:])
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} turns of {len(self.tokens)} tokens>"
 
 
 @dataclass(eq=False)
@@ -69,3 +143,9 @@ class TrajectoryGroup:
     def rewards(self) -> list[float]:
         """The reward of each trajectory, in order, as given."""
         return [trajectory.reward for trajectory in self.trajectories]
+
+
+def untouched_chain(trajectory: Any) -> ChainTurns | None:
+    """Return a trajectory's turns if they are a chain that can be read without making them."""
+    turns = trajectory.turns
+    return turns if isinstance(turns, ChainTurns) and turns.untouched else None

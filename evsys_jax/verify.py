@@ -65,9 +65,10 @@ def compare(
       on_rows: called with the number of rows done, now and then.
     """
     result = Comparison()
+    # First, while no turn of a chain has been asked for: the way that a build goes.
+    ragged = ragged_rows(groups, rows=rows)
     advantages = reference.compute_advantages(groups, normalize=normalize)
     plain = reference.iter_training_rows(groups, advantages, rows=rows)
-    ragged = ragged_rows(groups, rows=rows)
     padded, unpadded = _padded_rows(ragged, normalize), _unpadded_rows(ragged, normalize)
     for expected, *actual in zip_longest(plain, padded, unpadded):
         pairs = zip(actual, (_FIELDS, _DATUM_FIELDS), ("arrays", "unpadded arrays"), strict=True)
