@@ -6,37 +6,27 @@ Results come in the order of the jobs, and only a window of them is held at a ti
 from __future__ import annotations
 
 import asyncio
-import logging
-import multiprocessing
-import pickle
+import copyreg
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeAlias
 
-from evsys_jax.capture.build import RolloutBuild
+from evsys_jax.capture.build import CallSpan, RolloutBuild
+from evsys_jax.capture.builder import CallReport
 from evsys_jax.capture.protocols import TokenSource
 from evsys_jax.capture.sources import build_from_directories, build_from_source
 from evsys_jax.capture.stamps import one_thread
-from evsys_jax.worker import begin
+from evsys_jax.shared_jobs import share_jobs
 
 Captures: TypeAlias = str | PathLike[str] | Sequence[str | PathLike[str]] | TokenSource
 
 CHUNK = 8
-"""Rollouts handed to a worker process, or awaited, at a time; more, when there are many."""
-
-_LARGEST_CHUNK = 32
-_AHEAD = 8
-"""Chunks per process that may wait for an earlier one."""
-
-
-logger = logging.getLogger(__name__)
+"""Rollouts awaited at a time."""
 
 
 class CaptureJob(NamedTuple):
@@ -106,7 +96,8 @@ def run_jobs(
             if not directory.is_dir():
                 raise NotADirectoryError(f"{directory}: no such directory of captures")
         if workers > 1:
-            yield from _share_builds(jobs, directories, workers, freeze)
+            work = partial(_build_in_one_thread, directories, freeze)
+            yield from share_jobs(jobs, work, workers)
         else:
             yield from _build_all(jobs, directories, freeze)
 
@@ -125,102 +116,26 @@ def _build_all(
         del carried, job
 
 
-def _build_chunk(
-    jobs: list[CaptureJob | None], directories: list[Path], freeze: bool
-) -> list[RolloutBuild | None]:
+def _build_in_one_thread(
+    directories: list[Path], freeze: bool, job: CaptureJob | None
+) -> RolloutBuild | None:
     with one_thread():  # the other cores have work of their own
-        return [_build(job, directories, freeze) for job in jobs]
+        return _build(job, directories, freeze)
 
 
-def _build_chunk_into(path: str, *arguments: Any) -> None:
-    """Build a chunk and leave it in a file.
-
-    A pipe holds a few builds at a time: the worker would stand still until whoever started it had
-    a turn to read.
-    """
-    with open(path, "wb") as file:
-        pickle.dump(_build_chunk(*arguments), file, pickle.HIGHEST_PROTOCOL)
+def _pack(build: RolloutBuild) -> tuple[Any, ...]:
+    small = {"spans": tuple(map(tuple, build.spans)), "calls": tuple(map(tuple, build.calls))}
+    return _unpack, ({**vars(build), **small},)
 
 
-def _share_builds(
-    jobs: Iterable[tuple[Any, CaptureJob | None]],
-    directories: list[Path],
-    workers: int,
-    freeze: bool,
-) -> Iterator[tuple[Any, RolloutBuild | None]]:
-    """Share chunks between this process and `workers` - 1 others, ahead of what is asked for.
-
-    Starting a process takes as long as dozens of builds, and this one would only wait.
-    """
-    try:
-        folder = TemporaryDirectory(prefix="evsys-jax-")
-    except OSError as error:
-        logger.warning("built by one process, since there is no temporary folder: %s", error)
-        yield from _build_all(jobs, directories, freeze)
-        return
-    stream = iter(jobs)
-    waiting: deque[_Shared] = deque()
-    taken = 0
-    common = (directories, freeze)
-    # A fresh interpreter: a fork would take over JAX's threads in an unknown state.
-    context = multiprocessing.get_context("spawn")
-    with (
-        folder,
-        ProcessPoolExecutor(
-            workers - 1, mp_context=context, initializer=begin, initargs=(folder.name,)
-        ) as pool,
-    ):
-        while True:
-            while len(waiting) < _AHEAD * workers:
-                # Small ones first, for a few rollouts to be shared; later a chunk is worth its way.
-                chunk = list(islice(stream, min(CHUNK + taken // 16, _LARGEST_CHUNK)))
-                if not chunk:
-                    break
-                waiting.append(_Shared(chunk, Path(folder.name, str(taken))))
-                taken += len(chunk)
-            if not waiting:
-                return
-            # Two for each process, so that one is at hand when one is done.
-            begun = sum(each.future is not None and not each.future.done() for each in waiting)
-            free = [each for each in waiting if each.future is None and each.builds is None]
-            for each in free[1 : 1 + max(0, 2 * (workers - 1) - begun)]:
-                with suppress(BrokenProcessPool):  # then it is built here, when its turn comes
-                    each.future = pool.submit(_build_chunk_into, str(each.path), each.jobs, *common)
-            head = waiting[0]
-            if free and not head.done():
-                free[0].builds = _build_chunk(free[0].jobs, *common)
-            else:
-                waiting.popleft()
-                yield from zip(head.carried, head.result(*common), strict=True)
+def _unpack(fields: dict[str, Any]) -> RolloutBuild:
+    fields["spans"] = tuple(map(CallSpan._make, fields["spans"]))
+    fields["calls"] = tuple(map(CallReport._make, fields["calls"]))
+    return RolloutBuild(**fields)
 
 
-class _Shared:
-    """A chunk of jobs, and its builds: made here, or by a worker that leaves them in a file."""
-
-    def __init__(self, chunk: list[tuple[Any, CaptureJob | None]], path: Path) -> None:
-        self.carried = [carried for carried, _ in chunk]
-        self.jobs = [job for _, job in chunk]
-        self.path = path
-        self.future: Future[None] | None = None
-        self.builds: list[RolloutBuild | None] | None = None
-
-    def done(self) -> bool:
-        """Tell whether `result` has nothing to wait for."""
-        return self.builds is not None or (self.future is not None and self.future.done())
-
-    def result(self, *common: Any) -> list[RolloutBuild | None]:
-        """Wait for the builds; make them here where a worker could not."""
-        if self.builds is None and self.future is not None:
-            try:
-                self.future.result()
-                with open(self.path, "rb") as file:
-                    self.builds = pickle.load(file)
-            except Exception as error:
-                # A build never raises: the worker died, or what it needs does not pickle.
-                logger.warning("built here, since a worker process failed: %s", error)
-            finally:
-                self.path.unlink(missing_ok=True)
-        return _build_chunk(self.jobs, *common) if self.builds is None else self.builds
+# Plain tuples are pickled in half the time that the many small named ones of a build take.
+copyreg.pickle(RolloutBuild, _pack)
 
 
 def _await_builds(

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import pickle
-import subprocess
-import sys
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
 
 import numpy as np
 import pytest
 
-from evsys_jax import capture_jobs
+from evsys_jax import capture_jobs, shared_jobs
 from evsys_jax.batch import pack
 from evsys_jax.capture import (
     TokenCaptureSnapshot,
@@ -25,6 +20,9 @@ from evsys_jax.capture import (
     stamp_continuation,
     stamp_lineage,
 )
+from evsys_jax.capture.build import CallSpan
+from evsys_jax.capture.builder import CallReport
+from evsys_jax.capture.sources import build_from_directories
 from evsys_jax.collect import collect
 from evsys_jax.ragged import ragged_rows
 from evsys_jax.reference import compute_advantages
@@ -270,7 +268,7 @@ def test_workers_give_what_one_process_gives(tmp_path):
     check_account(shared, other)
 
 
-def test_chunks_are_shared_in_order_with_this_process_at_work_too(tmp_path, monkeypatch):
+def test_builds_are_shared_in_order_with_this_process_at_work_too(tmp_path, monkeypatch):
     names = [f"0-{n}" for n in range(30)]
     fill(tmp_path, {name: two_turns(name) for name in names})
     built_here = []
@@ -281,8 +279,7 @@ def test_chunks_are_shared_in_order_with_this_process_at_work_too(tmp_path, monk
 
     original = capture_jobs._build
     monkeypatch.setattr(capture_jobs, "_build", build)
-    monkeypatch.setattr(capture_jobs, "CHUNK", 2)
-    monkeypatch.setattr(capture_jobs, "_AHEAD", 3)
+    monkeypatch.setattr(shared_jobs, "AHEAD", 3)
     jobs = [(name, capture_jobs.CaptureJob(name, {})) for name in names]
     results = list(capture_jobs.run_jobs(jobs, tmp_path, workers=2))
     assert [carried for carried, _ in results] == names
@@ -291,44 +288,23 @@ def test_chunks_are_shared_in_order_with_this_process_at_work_too(tmp_path, monk
     assert 0 < len(built_here) < len(names)
 
 
-@pytest.mark.parametrize("taken", [1, 40])
-def test_what_workers_hand_over_is_gone_afterwards(tmp_path, monkeypatch, taken):
-    names = [f"0-{n}" for n in range(40)]
-    fill(tmp_path / "captures", {name: two_turns(name) for name in names})
-    monkeypatch.setattr(capture_jobs, "CHUNK", 2)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "handed"))
-    (tmp_path / "handed").mkdir()
-    jobs = [(name, capture_jobs.CaptureJob(name, {})) for name in names]
-    results = capture_jobs.run_jobs(jobs, tmp_path / "captures", workers=2)
-    assert [carried for carried, _ in islice(results, taken)] == names[:taken]
-    results.close()
-    assert list((tmp_path / "handed").iterdir()) == []
-
-
-def test_a_handover_goes_as_soon_as_it_is_read(tmp_path):
-    for content in (pickle.dumps([None]), b"torn"):
-        shared = capture_jobs._Shared([("carried", None)], tmp_path / "0")
-        shared.path.write_bytes(content)
-        shared.future = Future()
-        shared.future.set_result(None)
-        assert shared.done()
-        assert shared.result([], True) == [None]
-        assert not shared.path.exists()
-
-
-def test_chunks_grow_with_the_input(tmp_path, monkeypatch):
-    sizes, real = [], capture_jobs._Shared
-
-    def record(chunk, path):
-        sizes.append(len(chunk))
-        return real(chunk, path)
-
-    monkeypatch.setattr(capture_jobs, "_Shared", record)
-    jobs = [(n, None) for n in range(600)]
-    results = list(capture_jobs.run_jobs(jobs, tmp_path, workers=2))
-    assert results == jobs
-    assert sizes[0] == capture_jobs.CHUNK
-    assert max(sizes) == capture_jobs._LARGEST_CHUNK
+def test_a_build_is_the_same_after_it_was_pickled(tmp_path):
+    fill(tmp_path, {"0-0": two_turns("0-0")})
+    build = build_from_directories("0-0", [tmp_path])
+    again = pickle.loads(pickle.dumps(build, pickle.HIGHEST_PROTOCOL))
+    assert {type(span) for span in again.spans} == {CallSpan}
+    assert {type(call) for call in again.calls} == {CallReport}
+    assert len(again.spans) == len(again.calls) == 2
+    for name, value in vars(build).items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(getattr(again, name), value)
+            assert getattr(again, name).dtype == value.dtype
+        else:
+            assert (
+                tuple(getattr(again, name)) == tuple(value)
+                if name == "calls"
+                else (getattr(again, name) == value)
+            )
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -339,71 +315,6 @@ def test_a_second_thread_hashes_for_a_process_that_is_alone(tmp_path, monkeypatc
     monkeypatch.setattr("evsys_jax.capture.stamps._helper", lambda: asked.append("thread"))
     collect([record(n) for n in range(4)], captures=tmp_path, workers=workers)
     assert asked == (["thread"] * 4 if workers == 1 else [])
-
-
-def test_without_a_temporary_folder_one_process_builds(tmp_path, monkeypatch, caplog):
-    fill(tmp_path, {f"0-{n}": two_turns(f"0-{n}") for n in range(4)})
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-    _, report = collect([record(n) for n in range(4)], captures=tmp_path, workers=2)
-    assert all(verdict.trains for verdict in report.verdicts)
-    assert "built by one process" in caplog.text
-
-
-def test_a_worker_ends_with_its_parent_and_takes_its_folder_along(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        """
-import multiprocessing, os, pathlib, sys, time
-from concurrent.futures import ProcessPoolExecutor
-from evsys_jax.worker import begin
-
-if __name__ == "__main__":
-    folder = pathlib.Path(sys.argv[1])
-    pool = ProcessPoolExecutor(
-        1, mp_context=multiprocessing.get_context("spawn"), initializer=begin,
-        initargs=(str(folder),),
-    )
-    print(pool.submit(os.getpid).result(), pool.submit(os.getenv, "OPENBLAS_NUM_THREADS").result())
-    sys.stdout.flush()
-    os.kill(os.getpid(), 9)
-"""
-    )
-    folder = tmp_path / "handed"
-    folder.mkdir()
-    (folder / "0").write_bytes(b"a build")
-    told = tmp_path / "told"  # a file, since a pipe would stay open with the worker
-    command = [sys.executable, str(script), str(folder)]
-    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
-    with told.open("w") as file:
-        subprocess.run(command, stdout=file, env=environment, timeout=60)
-    worker, threads = told.read_text().split()
-    assert threads == "1"
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and (folder.exists() or _runs(int(worker))):
-        time.sleep(0.02)
-    assert not folder.exists()
-    assert not _runs(int(worker))
-
-
-def _runs(process):
-    """Tell whether a process runs; one that nobody has waited for yet does not."""
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_a_handover_that_cannot_be_read_is_built_here(tmp_path, monkeypatch, caplog):
-    fill(tmp_path, {f"0-{n}": two_turns(f"0-{n}") for n in range(40)})
-
-    def load(file):
-        raise OSError("gone")
-
-    monkeypatch.setattr(capture_jobs.pickle, "load", load)
-    _, report = collect([record(n) for n in range(40)], captures=tmp_path, workers=2)
-    assert all(verdict.trains for verdict in report.verdicts)
-    assert "a worker process failed: gone" in caplog.text
 
 
 def test_a_record_keeps_the_tokens_that_it_carries(tmp_path):
@@ -595,7 +506,7 @@ def test_a_worker_that_dies_costs_nothing(tmp_path, monkeypatch, caplog):
         def submit(self, *_):
             return Broken()
 
-    monkeypatch.setattr(capture_jobs, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(shared_jobs, "ProcessPoolExecutor", Pool)
     groups, report = collect(records, captures=tmp_path, workers=2)
     assert not report.masked
     assert [len(group.trajectories) for group in groups] == [
