@@ -27,7 +27,7 @@ def main() -> None:
     from evsys_jax.capture.stamps import one_thread
 
     options = arguments(__doc__)
-    rollouts, shape = (8, Shape(3)) if options.quick else (1_500, Shape(40))
+    rollouts, shape = (8, Shape(3)) if options.quick else (4_500, Shape(40))
     print(describe("numpy", "orjson"))
     with tempfile.TemporaryDirectory() as directory:
         captures = Path(directory) / "captures"

@@ -97,15 +97,15 @@ class RowWriter:
         # A mask that was narrowed on the way takes its advantages with it.
         flat["advantages"] = np.where(flat["mask"], flat["advantages"], np.float32(0.0))
         for name, values in flat.items():
-            columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+            columns[name] = pa.ListArray.from_arrays(_column(offsets), _column(values))
         trajectory = rows.row_trajectory[np.asarray(batch.segment_row)[line, segment]]
         ids = [rows.table.rollout_ids[n] for n in trajectory.tolist()]
-        columns["rollout_id"] = pa.array(ids, pa.string())
+        columns["rollout_id"] = _text_column(ids)
         for name in ("group", "trajectory", "turn"):
             place = np.asarray(getattr(batch, f"segment_{name}"))
-            columns[name] = pa.array(place[line, segment], pa.int32())
-        columns["reward"] = pa.array(rows.table.rewards[trajectory])
-        columns["advantage"] = pa.array(_first_live(flat["advantages"], flat["mask"], offsets))
+            columns[name] = _column(place[line, segment])
+        columns["reward"] = _column(rows.table.rewards[trajectory])
+        columns["advantage"] = _column(_first_live(flat["advantages"], flat["mask"], offsets))
         table = pa.table(columns, schema=SCHEMA)
         self._wait()
         self._encoding = self._thread.submit(self._write, table)
@@ -306,6 +306,21 @@ def _behind(targets: NDArray[np.int64], values: NDArray[Any], total: int) -> NDA
     out = np.zeros(total, values.dtype)
     out[targets] = values
     return out
+
+
+def _column(values: NDArray[Any]) -> pa.Array:
+    """Wrap an array without a look at what it is, for which `pa.array` would load pandas."""
+    bits = np.packbits(values, bitorder="little") if values.dtype == bool else values
+    buffer = pa.py_buffer(np.ascontiguousarray(bits))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
+
+
+def _text_column(texts: list[str]) -> pa.StringArray:
+    encoded = [text.encode() for text in texts]
+    ends = np.cumsum([0, *map(len, encoded)]).astype(np.int32)
+    return pa.StringArray.from_buffers(
+        len(texts), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))
+    )
 
 
 def _first_live(

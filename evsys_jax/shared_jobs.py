@@ -90,8 +90,12 @@ def _in_order(
             own = cut()
         lent = sum(chunk.is_lent for chunk in chunks)
         while lent < 2 * (workers - 1) and ahead:
-            cut().lend(pool, free.pop() if free else next(paths))
-            lent += 1
+            # Behind the next one of this process, so that it is done when its turn comes.
+            if sum(chunk.is_own for chunk in chunks) < 2:
+                cut()
+            if ahead:
+                cut().lend(pool, free.pop() if free else next(paths))
+                lent += 1
         if not chunks:
             return
         if own is not None and chunks[0].is_lent:

@@ -288,6 +288,21 @@ def test_builds_are_shared_in_order_with_this_process_at_work_too(tmp_path, monk
     assert 0 < len(built_here) < len(names)
 
 
+def test_a_build_leaves_no_cycles_that_would_hold_its_records(tmp_path):
+    fill(tmp_path, {"0-0": two_turns("0-0"), "0-1": two_roots("0-1")})
+    names = ["0-0", "0-1", "unknown"]
+    for name in names:  # what is loaded on the first call may hold cycles
+        build_from_directories(name, [tmp_path])
+    gc.collect()
+    gc.disable()
+    try:
+        builds = [build_from_directories(name, [tmp_path]) for name in names]
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    assert [build.trains for build in builds] == [True, False, False]
+
+
 def test_a_build_is_the_same_after_it_was_pickled(tmp_path):
     fill(tmp_path, {"0-0": two_turns("0-0")})
     build = build_from_directories("0-0", [tmp_path])

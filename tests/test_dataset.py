@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -50,6 +52,22 @@ def test_pandas_reads_what_the_reference_says(tmp_path, rows):
         assert record["advantage"] == pytest.approx(live, rel=1e-6)
         member = groups[row.group].trajectories[row.trajectory]
         assert record["reward"] == member.reward
+
+
+def test_writing_does_not_load_pandas(tmp_path):
+    script = """
+import sys
+from evsys_jax import Trajectory, TrajectoryGroup, Turn, ragged_rows
+from evsys_jax.dataset import RowWriter
+group = TrajectoryGroup([Trajectory([Turn([1], [2], [-1.0])], 1.0, {"rollout_id": "é"})])
+with RowWriter(sys.argv[1]) as writer:
+    writer.write_parts([ragged_rows([group])])
+print("pandas" in sys.modules)
+"""
+    path = tmp_path / "rows.parquet"
+    command = [sys.executable, "-c", script, str(path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+    assert pd.read_parquet(path)["rollout_id"].tolist() == ["é"]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,7 +22,8 @@ class Call:
       sequence: mark of the whole prompt and the generation.
       contested: its id has a second copy that says something else.
       parent: the call that it was linked to, None for a root.
-      root: the first call of its path, itself for a root.
+      first: the first call of its path, None for a root: with itself it would make a cycle, and
+        its record would stay until the garbage collector comes round.
       children: how many calls are linked to it.
       note: what was odd about its link.
       boundary: it starts a fragment without being known to be a root.
@@ -35,15 +36,17 @@ class Call:
     sequence: Mark
     contested: bool = False
     parent: Call | None = None
-    root: Call = field(init=False)
+    first: Call | None = None
     children: int = 0
     note: str = ""
     boundary: bool = False
     quarantined: bool = False
     spoiled: bool = False
 
-    def __post_init__(self) -> None:
-        self.root = self
+    @property
+    def root(self) -> Call:
+        """The first call of its path, itself for a root."""
+        return self if self.first is None else self.first
 
     @property
     def call_id(self) -> str:

@@ -36,7 +36,7 @@ class Linker:
         parent, call.note = self._find_parent(call)
         call.boundary = bool(call.note) and not call.note.endswith("_recovered")
         if parent is not None:
-            call.parent, call.root = parent, parent.root
+            call.parent, call.first = parent, parent.root
             parent.children += 1
         self.linked[call.call_id] = call
         self._sequences.add(call.sequence, call)
