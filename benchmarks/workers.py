@@ -1,18 +1,22 @@
 """How much faster do two processes read captured calls than one?
 
-1,500 rollouts of 40 turns, every prompt whole, about 1.9 GB, frozen before the clock starts. The
-time includes the start of the processes. A process that is alone lets a second thread hash; what
-it takes without one is given as well, and so is the whole command, which packs and writes merged
-rows when all is read.
+3,000 rollouts of 40 turns, every prompt whole, about 3.9 GB, frozen before the clock starts. The
+time includes the start of the processes. A process that is alone lets a second thread hash, so that
+it takes more than one core: how many, is given as well. So is the whole command, which packs and
+writes merged rows when all is read.
 
 Run: python benchmarks/workers.py [--repeats 7]
 """
 
 from __future__ import annotations
 
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,10 +28,9 @@ def main() -> None:
     from recorded import Shape, write_captures
 
     from evsys_jax import collect
-    from evsys_jax.capture.stamps import one_thread
 
     options = arguments(__doc__)
-    rollouts, shape = (8, Shape(3)) if options.quick else (4_500, Shape(40))
+    rollouts, shape = (8, Shape(3)) if options.quick else (3_000, Shape(40))
     print(describe("numpy", "orjson"))
     with tempfile.TemporaryDirectory() as directory:
         captures = Path(directory) / "captures"
@@ -43,30 +46,39 @@ def main() -> None:
             command += ["--out", Path(directory, "out")]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
-        def alone() -> None:
-            with one_thread():
-                read()
-
         contenders = {
             "collect: one process": read,
-            "collect: one thread": alone,
             "collect: two processes": partial(read, workers=2),
             "build: one process": partial(build, 1),
             "build: two processes": partial(build, 2),
         }
-        times = measure(contenders, options.repeats)
-    print(f"{'':24}{'time':>16}{'MB/s':>8}{'ratio':>7}")
+        cores: dict[str, list[float]] = {name: [] for name in contenders}
+        counted = {
+            name: partial(count_cores, function, cores[name])
+            for name, function in contenders.items()
+        }
+        times = measure(counted, options.repeats)
+    print(f"{'':24}{'time':>16}{'MB/s':>8}{'cores':>7}{'ratio':>7}")
     for name, (median, least) in times.items():
         base = times[f"{name.partition(':')[0]}: one process"][0]
         cell = f"{median:.2f} ({least:.2f})"
-        print(f"{name:24}{cell:>16}{size / median / 1e6:8.0f}{base / median:6.2f}x")
-    for what, than, called, meaning in (
-        ("collect", "one process", "collect(captures=...)", "one process"),
-        ("collect", "one thread", "collect(captures=...)", "one thread"),
-        ("build", "one process", "evsys-jax build --captures", "one process"),
+        busy = statistics.median(cores[name])
+        print(f"{name:24}{cell:>16}{size / median / 1e6:8.0f}{busy:7.2f}{base / median:6.2f}x")
+    for what, called in (
+        ("collect", "collect(captures=...)"),
+        ("build", "evsys-jax build --captures"),
     ):
-        figure = f"{times[f'{what}: {than}'][0] / times[f'{what}: two processes'][0]:.2f}x"
-        conclude(f"two processes in `{called}`", figure, f"speed over {meaning}")
+        one, two = (f"{what}: {processes}" for processes in ("one process", "two processes"))
+        busy = statistics.median(cores[one])
+        meaning = f"speed over one process, which keeps {busy:.2f} cores busy"
+        conclude(f"two processes in `{called}`", f"{times[one][0] / times[two][0]:.2f}x", meaning)
+
+
+def count_cores(function: Callable[[], object], found: list[float]) -> None:
+    """Call a function, and note how many cores it and its processes kept busy."""
+    start, before = time.perf_counter(), sum(os.times()[:4])
+    function()
+    found.append((sum(os.times()[:4]) - before) / (time.perf_counter() - start))
 
 
 if __name__ == "__main__":
