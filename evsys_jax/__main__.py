@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from evsys_jax.overview import print_overview
@@ -20,7 +21,11 @@ def main() -> None:
         hint = "pip install 'evsys_jax[cli]'"
         print(f"evsys-jax: the command line needs {error.name}: {hint}", file=sys.stderr)
         raise SystemExit(2) from None
-    run()
+    try:
+        run()
+    finally:
+        # The interpreter would look for garbage once more, through all that JAX has loaded.
+        gc.freeze()
 
 
 if __name__ == "__main__":

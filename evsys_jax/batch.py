@@ -25,6 +25,7 @@ from evsys_jax.advantages import Baseline, Rewards, Scale, group_advantages
 from evsys_jax.plans import (
     MAX_POSITIONS,
     MIN_ROWS,
+    MIN_TABLE,
     MIN_WIDTH,
     Layout,
     bucket,
@@ -297,8 +298,8 @@ def pack_slots(
             starts,
             per_slot(rows.lengths, 0),
             per_slot(rows.row_trajectory, 0),
-            # One size for everything counted in trajectories: fewer shapes, fewer programs.
-            padded_rewards(rewards, len(slots)),
+            # A large table costs next to nothing, and one size of it fewer programs.
+            padded_rewards(rewards, max(len(slots), MIN_TABLE)),
             np.stack(
                 [
                     per_slot(rows.group, -1),

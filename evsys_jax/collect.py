@@ -45,8 +45,8 @@ def collect(
     each prompt extending the prompt and generation before it, each such item becomes a Turn.
     Elsewhere the turns are those of the verified chain that `evsys_jax.capture` builds from the
     rollout's captured calls; the response, `_ng_terminal_model_call_id` and
-    `terminal_response_id` tell it which call was scored. The arrays of a rollout's turns are
-    views into one array.
+    `terminal_response_id` tell it which call was scored. A rollout's turns are a `ChainTurns`: a
+    sequence whose `Turn`s exist once one is asked for, their arrays views into one.
 
     Args:
       records: a JSONL file (one record a line), or an iterable of mappings.

@@ -52,7 +52,7 @@ def inline_turns(record: Mapping[str, Any]) -> ChainTurns:
       record: a rollout record.
 
     Returns:
-      One turn per generated item, whose arrays are views into one array.
+      One turn per generated item; their arrays are views into one.
 
     Raises:
       MaskedError: an item is malformed, or its prompt does not extend what came before.

@@ -24,7 +24,8 @@ def iter_ragged_rows(
 
     Args:
       groups: [G] groups.
-      max_tokens: of the turns of a part, where one group alone has no more.
+      max_tokens: of the rows of a part, where one group alone has no more. Turns that share no
+        array count as rows of their own, also where they will be merged.
       **options: of `ragged_rows`.
 
     Yields:
@@ -40,9 +41,12 @@ def iter_ragged_rows(
     counts = np.zeros(len(groups) + 1, np.int64)
     for g, _, trajectory, _ in checks.members(groups):
         chain = untouched_chain(trajectory)
-        counts[g + 1] += (
-            sum(map(_count_tokens, trajectory.turns)) if chain is None else chain.ends.sum()
-        )
+        if chain is None:
+            counts[g + 1] += sum(map(_count_tokens, trajectory.turns))
+        elif options.get("rows") == "merged":
+            counts[g + 1] += len(chain.tokens)
+        else:
+            counts[g + 1] += chain.ends.sum()
     sizes = np.cumsum(counts)
     first = 0
     while first < len(groups):

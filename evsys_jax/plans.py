@@ -14,6 +14,7 @@ Item = TypeVar("Item")
 MIN_ROWS = 8
 MIN_WIDTH = 32
 MIN_SEGMENTS = 8
+MIN_TABLE = 2**10
 MAX_POSITIONS = 2**20
 """Padded positions on the device at a time, where a whole run goes through: about 25 MB."""
 

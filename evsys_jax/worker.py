@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import multiprocessing
 import os
 import shutil
@@ -19,6 +21,7 @@ def begin(folder: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Reading captures needs no linear algebra, and threads for it would wait in a loop.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    atexit.register(gc.freeze)  # the interpreter would look for garbage once more
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
 
 

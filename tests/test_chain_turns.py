@@ -56,6 +56,19 @@ def test_an_untouched_chain_gives_the_rows_of_its_turns(rows, seed):
     assert all(each.turns.untouched for each in chains[0].trajectories)
 
 
+@pytest.mark.parametrize(("rows", "parts"), [("merged", 2), ("turns", 4)])
+def test_a_part_holds_as_many_tokens_as_its_rows_have(rows, parts):
+    tokens, starts = np.arange(10, dtype=np.int32), np.array([1, 5, 8], np.int32)
+    ends = np.array([4, 7, 10], np.int32)
+    groups = [
+        TrajectoryGroup([Trajectory(ChainTurns(tokens, np.zeros(10, np.float32), starts, ends))])
+        for _ in range(4)
+    ]
+    found = list(iter_ragged_rows(groups, rows=rows, max_tokens=21))
+    assert len(found) == parts
+    assert all(len(part.tokens) <= 21 for part in found)
+
+
 def test_the_rows_hold_every_kind_of_turn():
     accounts = [ragged_rows([make_group(seed)], rows="merged").account for seed in range(25)]
     assert {reason for a in accounts for reason in a.dropped_turns} == {
