@@ -73,7 +73,7 @@ def main() -> None:
     stopping.listen()
     command = typer.main.get_command(app)
     try:
-        sys.exit(command.main(prog_name="evsys-jax", standalone_mode=False) or 0)
+        sys.exit(_run(command))
     except OSError as error:  # standard output is closed or full
         _complain(error)
         sys.exit(2)
@@ -87,6 +87,16 @@ def main() -> None:
         else:
             _complain(" ".join(message.split()))
         sys.exit(2)
+
+
+def _run(command: Any) -> int:
+    """Return the exit code; 2 where click would end with 1, since a reader went away."""
+    try:
+        return command.main(prog_name="evsys-jax", standalone_mode=False) or 0
+    except SystemExit as end:
+        if end.code == 1:
+            return 2
+        raise
 
 
 def _complain(problem: object) -> None:
@@ -360,7 +370,7 @@ def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
 @contextmanager
 def _progress(doing: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """Show a bar on a terminal, and nothing elsewhere; yields a function that takes the count."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield stopping.keep_on
         return
     from rich.console import Console

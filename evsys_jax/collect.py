@@ -54,7 +54,8 @@ def collect(
         their tokens.
       mask_incomplete_when_attributed: False keeps a rollout of which a call is lost, where the
         chain of its scored call was delivered whole.
-      workers: processes that read capture directories, this one among them.
+      workers: processes that read capture directories, this one among them. A script that asks
+        for several needs `if __name__ == "__main__":`, since each of them loads it.
       on_record: called with the number of records done, after each.
 
     Returns:

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Generic, TypeVar
 
-from evsys_jax.worker import begin
+from evsys_jax.worker import begin, deaf_to_interrupts
 
 AHEAD = 128
 """Jobs per process that may be read before an earlier one is done."""
@@ -76,10 +76,17 @@ def _in_order(
     paths = map(folder.joinpath, map(str, count()))
     free: list[Path] = []  # have been read; to write over them is cheaper than new pages
 
+    failed: list[Exception] = []
+
+    def warn(error: Exception) -> None:
+        if not failed:  # of many alike one is enough
+            logger.warning("done here, since a worker process failed: %s", error)
+        failed.append(error)
+
     def cut() -> _Chunk[Job, Result]:
         # In the end smaller ones, for all processes to end at once.
         size = max(1, min(len(ahead) // (4 * workers), LARGEST_CHUNK))
-        chunks.append(_Chunk([ahead.popleft() for _ in range(size)], work))
+        chunks.append(_Chunk([ahead.popleft() for _ in range(size)], work, warn))
         return chunks[-1]
 
     while True:
@@ -116,12 +123,19 @@ class _Chunk(Generic[Job, Result]):
     Args:
       jobs: what is still to be taken, with what came with each job.
       work: does a job.
+      warn: told what failed in a worker.
     """
 
-    def __init__(self, jobs: Iterable[tuple[Any, Job]], work: Callable[[Job], Result]) -> None:
+    def __init__(
+        self,
+        jobs: Iterable[tuple[Any, Job]],
+        work: Callable[[Job], Result],
+        warn: Callable[[Exception], None],
+    ) -> None:
         self.jobs = deque(jobs)
         self.path: Path | None = None
         self._work = work
+        self._warn = warn
         self._results: deque[Result] = deque()
         self._future: Future[None] | None = None
         self._position = 0
@@ -141,7 +155,8 @@ class _Chunk(Generic[Job, Result]):
         self.path = path
         with suppress(BrokenProcessPool):  # then it is done here, when its turn comes
             jobs = [job for _, job in self.jobs]
-            self._future = pool.submit(_work_into, str(path), jobs, self._work)
+            with deaf_to_interrupts():  # as the process will be that this may start
+                self._future = pool.submit(_work_into, str(path), jobs, self._work)
 
     def do_one(self) -> None:
         """Do the next job here."""
@@ -167,7 +182,7 @@ class _Chunk(Generic[Job, Result]):
                 self._position = file.tell()
         except Exception as error:
             # The worker died, or what it needs does not pickle, or its result does not.
-            logger.warning("done here, since a worker process failed: %s", error)
+            self._warn(error)
             self._future = None
 
 

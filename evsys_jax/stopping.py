@@ -15,6 +15,13 @@ def listen() -> None:
     """End this process in good order where SIGTERM or Ctrl-C asks for it."""
     for number in _CODES:
         signal.signal(number, _stop)
+    report = sys.unraisablehook
+
+    def report_unless_asked(dropped: sys.UnraisableHookArgs) -> None:
+        if not (_asked and dropped.exc_type is SystemExit):
+            report(dropped)
+
+    sys.unraisablehook = report_unless_asked
 
 
 def keep_on(done: int) -> None:

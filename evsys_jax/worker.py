@@ -9,6 +9,21 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back meanwhile; a process that is started never hears it, from its birth on."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def begin(folder: str) -> None:

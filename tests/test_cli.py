@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -152,6 +154,37 @@ def test_a_full_output_is_one_line():
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_went_away_is_no_verdict():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "evsys_jax", "verify", EXAMPLE]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_without_standard_error_a_command_does_its_work():
+    command = f"exec {sys.executable} -m evsys_jax verify {EXAMPLE} 2>&-"
+    done = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0
+    assert done.stdout.endswith("positions: identical\n")
+
+
+def test_what_a_request_to_stop_raises_in_vain_is_not_reported(monkeypatch):
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(stopping, "_asked", [])
+    stopping.listen()
+    end, fault = SimpleNamespace(exc_type=SystemExit), SimpleNamespace(exc_type=ValueError)
+    sys.unraisablehook(end)
+    stopping._asked.append(signal.SIGINT)
+    sys.unraisablehook(end)
+    sys.unraisablehook(fault)
+    assert reported == [end, fault]
 
 
 def test_a_request_to_stop_leaves_no_rows(tmp_path):

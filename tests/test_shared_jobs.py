@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,10 @@ def linger_elsewhere(n):
     if multiprocessing.parent_process() is not None:
         time.sleep(0.02)
     return square(n)
+
+
+def tell_mask(n):
+    return os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def hand_back_a_function(n):
@@ -82,7 +87,16 @@ def test_three_processes_share_as_well():
 def test_what_fails_in_a_worker_is_done_here(work, caplog):
     results = list(share_jobs(pairs(40), work, 2))
     assert [result for _, result in results] == [n * n for n in range(40)]
-    assert "done here, since a worker process failed" in caplog.text
+    assert caplog.text.count("done here, since a worker process failed") == 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="no signal masks here")
+def test_a_worker_never_hears_ctrl_c():
+    results = list(share_jobs(pairs(60), tell_mask, 2))
+    masks = {process: held for _, (process, held) in results}
+    assert len(masks) == 2
+    for process, held in masks.items():
+        assert (signal.SIGINT in held) == (process != os.getpid())
 
 
 def test_a_result_that_does_not_pickle_is_made_here(caplog):
@@ -144,9 +158,9 @@ def test_files_are_written_over(handed, monkeypatch):
 def test_chunks_are_cut_to_end_together_and_few_jobs_are_read_ahead(monkeypatch):
     sizes, real, read = [], shared_jobs._Chunk, []
 
-    def record(jobs, work):
+    def record(jobs, work, warn):
         sizes.append(len(jobs))
-        return real(jobs, work)
+        return real(jobs, work, warn)
 
     def jobs():
         for n in range(600):
