@@ -73,7 +73,10 @@ def main() -> None:
     stopping.listen()
     command = typer.main.get_command(app)
     try:
-        sys.exit(_run(command))
+        code = command.main(prog_name="evsys-jax", standalone_mode=False) or 0
+    except SystemExit as end:
+        # Click ends with 1 where a reader went away, which would be a verdict.
+        code = 2 if end.code == 1 else end.code
     except OSError as error:  # standard output is closed or full
         _complain(error)
         sys.exit(2)
@@ -87,16 +90,7 @@ def main() -> None:
         else:
             _complain(" ".join(message.split()))
         sys.exit(2)
-
-
-def _run(command: Any) -> int:
-    """Return the exit code; 2 where click would end with 1, since a reader went away."""
-    try:
-        return command.main(prog_name="evsys-jax", standalone_mode=False) or 0
-    except SystemExit as end:
-        if end.code == 1:
-            return 2
-        raise
+    sys.exit(code)
 
 
 def _complain(problem: object) -> None:
