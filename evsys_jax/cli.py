@@ -94,7 +94,8 @@ def main() -> None:
 
 
 def _complain(problem: object) -> None:
-    print(f"evsys-jax: {problem}", file=sys.stderr)
+    if sys.stderr is not None:  # else it would go to standard output
+        print(f"evsys-jax: {problem}", file=sys.stderr)
 
 
 @app.callback(help=ABOUT)

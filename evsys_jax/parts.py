@@ -24,8 +24,8 @@ def iter_ragged_rows(
 
     Args:
       groups: [G] groups.
-      max_tokens: of the rows of a part, where one group alone has no more. Turns that share no
-        array count as rows of their own, also where they will be merged.
+      max_tokens: of the rows of a part, where one group alone has no more. Turns that
+        are no `ChainTurns`, or were looked into, count as rows of their own.
       **options: of `ragged_rows`.
 
     Yields:

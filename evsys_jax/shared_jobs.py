@@ -24,6 +24,9 @@ AHEAD = 128
 LARGEST_CHUNK = 32
 """Jobs handed to a worker at a time, at most."""
 
+STOP = "stop"
+"""Name of a file beside those of the results: workers begin no further job."""
+
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -59,7 +62,11 @@ def share_jobs(
         workers - 1, mp_context=context, initializer=begin, initargs=(folder.name,)
     )
     with folder, pool:
-        yield from _in_order(iter(jobs), work, workers, pool, Path(folder.name))
+        try:
+            yield from _in_order(iter(jobs), work, workers, pool, Path(folder.name))
+        finally:
+            with suppress(OSError):  # the folder is full or gone
+                Path(folder.name, STOP).touch()
 
 
 def _in_order(
@@ -118,7 +125,8 @@ class _Chunk(Generic[Job, Result]):
     """Consecutive jobs, and their results in that order.
 
     Each is done here when it is asked for, or earlier; or a worker does them all and leaves the
-    results in a file. Few results are held at a time: their memory stays in a cache.
+    results in a file. Unless a worker is slow few results are held here at a time, whose memory
+    stays in a cache.
 
     Args:
       jobs: what is still to be taken, with what came with each job.
@@ -192,8 +200,11 @@ def _work_into(path: str, jobs: list[Job], work: Callable[[Job], Any]) -> None:
     A pipe holds a few results at a time: the worker would stand still until whoever started it
     had a turn to read.
     """
+    stop = Path(path).with_name(STOP)
     with open(path, "wb", opener=_open_as_it_is) as file:
         for job in jobs:
+            if stop.exists():
+                return
             pickle.dump(work(job), file, pickle.HIGHEST_PROTOCOL)
 
 

@@ -38,6 +38,12 @@ def linger_elsewhere(n):
     return square(n)
 
 
+def dawdle_elsewhere(n):
+    if multiprocessing.parent_process() is not None:
+        time.sleep(0.5)
+    return n * n
+
+
 def tell_mask(n):
     return os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
@@ -143,6 +149,15 @@ def test_what_workers_hand_over_is_gone_afterwards(handed, taken):
     assert [carried for carried, _ in islice(results, taken)] == [f"job {n}" for n in range(taken)]
     results.close()
     assert list(handed.iterdir()) == []
+
+
+def test_who_stops_early_does_not_wait_for_what_was_lent():
+    results = share_jobs(pairs(600), dawdle_elsewhere, 2)
+    assert len(list(islice(results, 3))) == 3
+    time.sleep(1)  # the worker has begun
+    start = time.monotonic()
+    results.close()
+    assert time.monotonic() - start < 8
 
 
 def test_files_are_written_over(handed, monkeypatch):
