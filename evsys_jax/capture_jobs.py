@@ -99,21 +99,15 @@ def run_jobs(
             work = partial(_build_in_one_thread, directories, freeze)
             yield from share_jobs(jobs, work, workers)
         else:
-            yield from _build_all(jobs, directories, freeze)
+            for carried, job in jobs:
+                yield carried, _build(job, directories, freeze)
+                del carried, job
 
 
 def _build(job: CaptureJob | None, directories: list[Path], freeze: bool) -> RolloutBuild | None:
     if job is None:
         return None
     return build_from_directories(job.rollout_id, directories, freeze=freeze, **job.options)
-
-
-def _build_all(
-    jobs: Iterable[tuple[Any, CaptureJob | None]], directories: list[Path], freeze: bool
-) -> Iterator[tuple[Any, RolloutBuild | None]]:
-    for carried, job in jobs:
-        yield carried, _build(job, directories, freeze)
-        del carried, job
 
 
 def _build_in_one_thread(

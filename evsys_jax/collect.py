@@ -342,7 +342,7 @@ def _account(
     if not verdict.trains:
         account.masked[verdict.reason] += verdict.tokens
         return
-    sampled = turns.sampled
+    sampled = turns.completion_lengths
     orphans = (sampled > 0) & (turns.starts == 0)
     account.trained += int(sampled.sum() - orphans.sum())
     for counter, reason, counted in (

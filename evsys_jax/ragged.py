@@ -325,7 +325,7 @@ def _plan_chain(
     plan: Pieces, chain: ChainTurns, trajectory: int, merge: bool, account: TokenAccount
 ) -> None:
     """Do as `_plan_rows` for turns that extend each other for sure."""
-    wrote = np.flatnonzero(chain.sampled)
+    wrote = np.flatnonzero(chain.completion_lengths)
     if len(wrote) < len(chain):
         account.dropped_turns["empty_completion"] += len(chain) - len(wrote)
     if not merge or not len(wrote):

@@ -52,6 +52,9 @@ class ChainTurns(Sequence[Turn]):
       logprobs: [L] float32, 0.0 where the policy did not write.
       starts: [K] int32, where each turn's completion begins; its prompt is everything before.
       ends: [K] int32, where it ends: not before `starts[k]`, nor behind `starts[k + 1]`.
+
+    Raises:
+      ValueError: other lengths, or turns that overlap or reach beyond the tokens.
     """
 
     __slots__ = ("_turns", "ends", "logprobs", "starts", "tokens")
@@ -63,6 +66,11 @@ class ChainTurns(Sequence[Turn]):
         starts: NDArray[np.int32] = _NO_TOKENS,
         ends: NDArray[np.int32] = _NO_TOKENS,
     ) -> None:
+        if len(starts) != len(ends) or len(tokens) != len(logprobs):
+            raise ValueError("starts and ends, or tokens and logprobs, differ in length")
+        edges = np.stack([starts, ends], axis=1).ravel()
+        if (np.diff(edges, prepend=0, append=len(tokens)) < 0).any():
+            raise ValueError("turns overlap, or reach beyond the tokens")
         self.tokens = tokens
         self.logprobs = logprobs
         self.starts = starts
@@ -75,14 +83,14 @@ class ChainTurns(Sequence[Turn]):
         return self._turns is None
 
     @property
-    def sampled(self) -> NDArray[np.int32]:
+    def completion_lengths(self) -> NDArray[np.int32]:
         """[K] tokens that each turn wrote."""
         return self.ends - self.starts
 
     @property
     def n_sampled(self) -> int:
         """Tokens that all turns wrote."""
-        return int(self.sampled.sum())
+        return int(self.completion_lengths.sum())
 
     def fields(self, k: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
         """Return prompt, completion and logprobs of turn k, as the chain has them."""

@@ -82,10 +82,9 @@ def _in_order(
     chunks: deque[_Chunk[Job, Result]] = deque()
     paths = map(folder.joinpath, map(str, count()))
     free: list[Path] = []  # have been read; to write over them is cheaper than new pages
+    failed: list[BaseException] = []
 
-    failed: list[Exception] = []
-
-    def warn(error: Exception) -> None:
+    def warn(error: BaseException) -> None:
         if not failed:  # of many alike one is enough
             logger.warning("done here, since a worker process failed: %s", error)
         failed.append(error)
@@ -138,7 +137,7 @@ class _Chunk(Generic[Job, Result]):
         self,
         jobs: Iterable[tuple[Any, Job]],
         work: Callable[[Job], Result],
-        warn: Callable[[Exception], None],
+        warn: Callable[[BaseException], None],
     ) -> None:
         self.jobs = deque(jobs)
         self.path: Path | None = None
@@ -182,14 +181,17 @@ class _Chunk(Generic[Job, Result]):
 
     def _read(self, future: Future[None], path: Path) -> None:
         """Read one result from the worker's file; from a failure on, they are made here."""
-        try:
-            future.result()
-            with path.open("rb") as file:
-                file.seek(self._position)
-                self._results.append(pickle.load(file))
-                self._position = file.tell()
-        except Exception as error:
-            # The worker died, or what it needs does not pickle, or its result does not.
+        # The worker died, or what it needs does not pickle, or its result does not.
+        error = future.exception()
+        if error is None:
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._position)
+                    self._results.append(pickle.load(file))
+                    self._position = file.tell()
+            except Exception as unreadable:
+                error = unreadable
+        if error is not None:
             self._warn(error)
             self._future = None
 

@@ -138,3 +138,20 @@ def test_a_bad_value_is_named_by_turn_and_index():
     chain.tokens[wrong] = -5
     with pytest.raises(ValueError, match=r"group 0, trajectory 0, turn 2: .*\[0\] is -5"):
         ragged_rows([TrajectoryGroup([Trajectory(chain, 1.0)])], rows="merged")
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends", "logprobs"),
+    [
+        ([2], [8], 6),
+        ([4], [3], 6),
+        ([1, 2], [3, 4], 6),
+        ([-1], [2], 6),
+        ([1, 2], [2], 6),
+        ([2], [4], 5),
+    ],
+)
+def test_a_chain_whose_turns_do_not_fit_is_refused(starts, ends, logprobs):
+    edges = np.array(starts, np.int32), np.array(ends, np.int32)
+    with pytest.raises(ValueError, match=r"differ in length|overlap"):
+        ChainTurns(np.arange(6, dtype=np.int32), np.zeros(logprobs, np.float32), *edges)

@@ -510,16 +510,14 @@ def test_a_worker_that_dies_costs_nothing(tmp_path, monkeypatch, caplog):
     records, _ = captured(tmp_path, 24)
     wanted, _ = collect(records, captures=tmp_path)
 
-    class Broken(Future):
-        def result(self, timeout=None):
-            raise BrokenProcessPool("a process in the pool was terminated abruptly")
-
     class Pool(ThreadPoolExecutor):
         def __init__(self, workers, **_):
             super().__init__(workers)
 
         def submit(self, *_):
-            return Broken()
+            broken = Future()
+            broken.set_exception(BrokenProcessPool("a process was terminated abruptly"))
+            return broken
 
     monkeypatch.setattr(shared_jobs, "ProcessPoolExecutor", Pool)
     groups, report = collect(records, captures=tmp_path, workers=2)

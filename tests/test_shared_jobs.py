@@ -26,6 +26,12 @@ def fail_elsewhere(n):
     return n * n
 
 
+def exit_elsewhere(n):
+    if multiprocessing.parent_process() is not None:
+        sys.exit(3)
+    return n * n
+
+
 def die_elsewhere(n):
     if multiprocessing.parent_process() is not None:
         os._exit(1)
@@ -89,7 +95,7 @@ def test_three_processes_share_as_well():
     assert len({process for _, (_, process) in results}) > 1
 
 
-@pytest.mark.parametrize("work", [fail_elsewhere, die_elsewhere])
+@pytest.mark.parametrize("work", [fail_elsewhere, die_elsewhere, exit_elsewhere])
 def test_what_fails_in_a_worker_is_done_here(work, caplog):
     results = list(share_jobs(pairs(40), work, 2))
     assert [result for _, result in results] == [n * n for n in range(40)]

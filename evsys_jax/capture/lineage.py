@@ -22,8 +22,8 @@ class Call:
       sequence: mark of the whole prompt and the generation.
       contested: its id has a second copy that says something else.
       parent: the call that it was linked to, None for a root.
-      first: the first call of its path, None for a root: with itself it would make a cycle, and
-        its record would stay until the garbage collector comes round.
+      first: the first call of its path; None for a root, since one that referred to itself would
+        be kept, with its record, until the garbage collector comes round.
       children: how many calls are linked to it.
       note: what was odd about its link.
       boundary: it starts a fragment without being known to be a root.

@@ -298,14 +298,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 128 KiB, where this machine lets one be mounted."""
     place = tmp_path / "small"
     place.mkdir()
-    # Mounting takes rights that not every machine gives to its tests, and no other way to a full
-    # disk is as real: a limit on file sizes raises another error, at another place.
+    # No other way to a full disk is as real: a limit on file sizes raises another error, elsewhere.
     command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(place)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
-        pytest.skip("no mount command")
+        pytest.skip("no mount command")  # as on systems other than Linux: no disk of a given size
     if done.returncode:
+        # Mounting takes rights that not every machine gives to its tests.
         pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
     yield place
     subprocess.run(["umount", str(place)], check=True)
